@@ -1,0 +1,26 @@
+"""nestfed: federated learning with nested objectives."""
+
+from nestfed.algorithms import ALGORITHMS, make
+from nestfed.core import (
+    Algorithm,
+    ClientRows,
+    Fed,
+    Local,
+    PowerDecay,
+    Rows,
+    Sample,
+    Schedule,
+    Scratch,
+    Shared,
+    Task,
+    UserError,
+    at,
+    setting,
+    static,
+    struct,
+)
+from nestfed.engine import Run
+from nestfed.simulate import Diverged, Interrupted, Result, advance, evaluate, simulate, start
+from nestfed.sweep import Sweep, sweep
+
+__version__ = "0.1.0"

@@ -1,0 +1,73 @@
+"""All algorithms by name. To add one: write its file, add its row here, add its row to tests/cases.py."""
+
+import dataclasses
+import difflib
+from typing import Any
+
+from nestfed.algorithms.fedavg import FedAvg, FedProx
+from nestfed.algorithms.fedbio import FedBiO, FedBiOAcc
+from nestfed.algorithms.fedmbo import FedMBO
+from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
+from nestfed.algorithms.fedopt import FedAdagrad, FedAdam, FedOpt, FedYogi
+from nestfed.algorithms.scaffold import Scaffold
+from nestfed.algorithms.simfbo import ShroFBO, SimFBO
+from nestfed.core import Algorithm, UserError, validate
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "fedopt": FedOpt,
+    "fedadagrad": FedAdagrad,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedbio": FedBiO,
+    "fedbioacc": FedBiOAcc,
+    "fednest": FedNest,
+    "lfednest": LFedNest,
+    "fednest-sgd": FedNestSGD,
+    "fedmbo": FedMBO,
+    "simfbo": SimFBO,
+    "shrofbo": ShroFBO,
+}
+
+
+def make(name: str, **settings: Any) -> Algorithm:
+    """The algorithm of this name with these settings: `make("fedavg", lr=0.1, local_steps=5)`.
+
+    A dotted name reaches into a part: `make("fedbio", ..., **{"hypergradient.terms": 20})`.
+    """
+    cls = ALGORITHMS.get(name.lower())
+    if cls is None:
+        raise UserError(f"there is no algorithm {name!r}{_nearest(name, ALGORITHMS)} All: {', '.join(ALGORITHMS)}.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    plain: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        head, _, tail = key.partition(".")
+        if head not in fields:
+            raise UserError(f"{name} has no setting {key!r}{_nearest(key, fields)} Its settings: {', '.join(fields)}.")
+        if tail:
+            parts.setdefault(head, {})[tail] = value
+        else:
+            plain[head] = value
+    for head, changes in parts.items():
+        part = plain.get(head, fields[head].default)
+        for tail in changes:
+            names = [field.name for field in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
+            if tail not in names:
+                raise UserError(
+                    f"{name}.{head} has no setting {tail!r}{_nearest(tail, names)} It has: {', '.join(names)}."
+                )
+        plain[head] = dataclasses.replace(part, **changes)
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in plain]
+    if missing:
+        raise UserError(f"{name} needs {', '.join(missing)}; for example make({name!r}, {missing[0]}=0.1, ...).")
+    algorithm = cls(**plain)
+    validate(algorithm)
+    return algorithm
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else "."

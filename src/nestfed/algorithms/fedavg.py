@@ -1,0 +1,53 @@
+"""FedAvg and FedProx: local gradient steps, then the average of the models.
+
+Problem   min_x mean_k loss_k(x).
+
+Step t at client k, with batch xi, from the broadcast x:
+    x_k  <- x_k - lr (grad loss_k(x_k; xi) + mu (x_k - x))        FedAvg: mu = 0
+    x    <- mean_k x_k                                            last step of the round: d numbers
+
+Why    One exchange per round. With local_steps > 1 and a constant step the limit is not the minimiser when clients
+       differ: on a_k (x - c_k)^2 / 2 it is the mean of c_k with weights 1 - (1 - lr a_k)^local_steps. FedProx pulls
+       clients towards the broadcast and lessens the drift; it does not remove it, and mu lr >= 1 overshoots.
+Ref.   McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017;
+       Li et al., "Federated optimization in heterogeneous networks", MLSys 2020, Algorithm 2.
+Departures  Local work is counted in steps, not in epochs; FedProx's inexact solve is these steps.
+"""
+
+from typing import NamedTuple
+
+from nestfed.core import Algorithm, Shared, at, setting, struct
+
+
+@struct
+class FedAvg(Algorithm):
+    """FedAvg: local steps, then the mean of the models."""
+
+    lr: float = setting("eta: local step size", above=0)
+
+    family = "single level"
+
+    class State(NamedTuple):
+        x: Shared
+
+    def init(self, problem, params, draw, fed):
+        return self.State(*params)
+
+    def direction(self, problem, s, draw, fed):
+        return problem.gradient(s.x, draw(0))
+
+    def step(self, problem, s, draw, fed):
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * self.direction(problem, s, draw, fed))
+        if fed.sync:
+            x = problem.feasible_x(fed.mean(x))
+        return s._replace(x=x)
+
+
+@struct
+class FedProx(FedAvg):
+    """FedAvg with a pull of strength mu towards the broadcast model."""
+
+    mu: float = setting("mu: strength of the proximal term", default=0.01, at_least=0)
+
+    def direction(self, problem, s, draw, fed):
+        return problem.gradient(s.x, draw(0)) + self.mu * (s.x - fed.server.x)

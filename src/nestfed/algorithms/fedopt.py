@@ -1,0 +1,106 @@
+"""FedAdagrad, FedAdam, FedYogi, and any optax optimiser on the server.
+
+Problem   min_x mean_k loss_k(x).
+
+Round     clients run FedAvg's local steps from x;  Delta = mean_k(x_k) - x                 one exchange of d numbers
+Server    m  <- beta1 m + (1 - beta1) Delta
+          v  <- v + Delta^2                                       FedAdagrad
+          v  <- beta2 v + (1 - beta2) Delta^2                     FedAdam
+          v  <- v - (1 - beta2) Delta^2 sign(v - Delta^2)         FedYogi
+          x  <- x + server_lr m / (sqrt(v) + tau)
+
+Why    -Delta is used as a gradient; the optimiser's state lives on the server and does not touch the traffic.
+Ref.   Reddi et al., "Adaptive federated optimization", ICLR 2021, Algorithm 2.
+Departures  None: no bias correction and v_0 = tau^2 as in the paper (`v0` sets another start). optax's own Adam and
+       Yogi correct the bias, so the three rules are written here as optax transformations; `FedOpt` takes any other.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from nestfed.algorithms.fedavg import FedAvg
+from nestfed.core import Shared, setting, static, struct
+
+
+@struct
+class FedOpt(FedAvg):
+    """FedAvg with any optax optimiser as the server step: `FedOpt(lr=0.1, optimizer=optax.sgd(1.0, momentum=0.9))`."""
+
+    optimizer: optax.GradientTransformation | None = static(default=None)
+
+    class State(NamedTuple):
+        x: Shared
+        memory: Shared  # the server optimiser's state
+
+    def server_optimizer(self) -> optax.GradientTransformation:
+        return optax.sgd(1.0) if self.optimizer is None else self.optimizer
+
+    def init(self, problem, params, draw, fed):
+        (x,) = params
+        return self.State(x, self.server_optimizer().init(x))
+
+    def step(self, problem, s, draw, fed):
+        s = super().step(problem, s, draw, fed)
+        if fed.sync:
+            pseudo_gradient = fed.server.x - s.x
+            update, memory = self.server_optimizer().update(pseudo_gradient, s.memory, fed.server.x)
+            s = self.State(problem.feasible_x(fed.server.x + update), memory)
+        return s
+
+
+class Moments(NamedTuple):
+    m: jax.Array
+    v: jax.Array
+
+
+@struct
+class Adaptive(FedOpt):
+    """The common part of the three adaptive rules."""
+
+    server_lr: float = setting("eta: server step size", default=0.1, above=0)
+    beta1: float = setting("beta_1: decay of the first moment", default=0.9, at_least=0, at_most=1)
+    beta2: float = setting("beta_2: decay of the second moment", default=0.99, at_least=0, at_most=1)
+    tau: float = setting("tau: degree of adaptivity", default=1e-3, above=0)
+    v0: float | None = setting("v_0: start of the second moment; None means tau^2", default=None)
+
+    def second_moment(self, v, squared):
+        raise NotImplementedError
+
+    def server_optimizer(self):
+        def init(x):
+            start = self.tau**2 if self.v0 is None else self.v0
+            return Moments(jnp.zeros_like(x), jnp.zeros_like(x) + start)
+
+        def update(gradient, memory, params=None):
+            m = self.beta1 * memory.m - (1 - self.beta1) * gradient
+            v = self.second_moment(memory.v, gradient**2)
+            return self.server_lr * m / (jnp.sqrt(v) + self.tau), Moments(m, v)
+
+        return optax.GradientTransformation(init, update)
+
+
+@struct
+class FedAdagrad(Adaptive):
+    """FedAvg's local steps with Adagrad on the server."""
+
+    def second_moment(self, v, squared):
+        return v + squared
+
+
+@struct
+class FedAdam(Adaptive):
+    """FedAvg's local steps with Adam on the server."""
+
+    def second_moment(self, v, squared):
+        return self.beta2 * v + (1 - self.beta2) * squared
+
+
+@struct
+class FedYogi(Adaptive):
+    """FedAvg's local steps with Yogi on the server."""
+
+    def second_moment(self, v, squared):
+        return v - (1 - self.beta2) * squared * jnp.sign(v - squared)

@@ -1,0 +1,100 @@
+"""Checkpoints: one file with all of a run, written atomically, and checked before it is believed."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from nestfed.core import PyTree, UserError
+
+FORMAT = "nestfed checkpoint 1"
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used; the file is left as it is."""
+
+
+def identity(algorithm: Any, task: Any, key: Any, **plan: Any) -> dict[str, str]:
+    """What a checkpoint must have in common with the run that resumes it, part by part."""
+    return {
+        "algorithm": _plain(repr(algorithm)),
+        "task": fingerprint(task),
+        "seed": f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}",
+        "precision": str(jax.numpy.result_type(float)),
+        **{name: _plain(repr(value)) for name, value in plan.items()},
+    }
+
+
+def fingerprint(tree: PyTree) -> str:
+    """A hash of all arrays and of the structure: the same data and settings, the same fingerprint, in any process."""
+    leaves, structure = jax.tree.flatten(tree)
+    digest = hashlib.sha256(_plain(str(structure)).encode())
+    for leaf in leaves:
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(array.data.cast("B") if array.size else b"")
+    return digest.hexdigest()
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", text)  # addresses of functions differ between processes
+
+
+def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, np.ndarray]) -> None:
+    """Write to a neighbour file, flush it to the disk, then rename: a kill leaves the old file or the new one."""
+    arrays = {f"run/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(run))}
+    arrays |= {f"history/{name}": np.asarray(column) for name, column in history.items()}
+    arrays["about"] = np.frombuffer(json.dumps({"format": FORMAT, "identity": identity}).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    neighbour = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with neighbour.open("wb") as file:
+        file.write(buffer.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(neighbour, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def load(path: Path, identity: dict[str, str], like: PyTree) -> tuple[PyTree, dict[str, np.ndarray]]:
+    """(run, history) of a checkpoint of this very run; anything else is one clear error."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        about = json.loads(arrays.pop("about").tobytes())
+    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete nestfed checkpoint ({type(error).__name__}: {error}). It was left as it is; "
+            "move it away to start afresh, or give another checkpoint path."
+        ) from error
+    if about.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has the format {about.get('format')!r}; this version reads {FORMAT!r}.")
+    theirs = about["identity"]
+    different = [name for name in identity | theirs if identity.get(name) != theirs.get(name)]
+    if different:
+        details = "; ".join(
+            "the task (its data, starting point or problem) differs" if name == "task"
+            else f"{name}: {theirs.get(name)} in the file, {identity.get(name)} now"
+            for name in different
+        )  # fmt: skip
+        raise CheckpointError(
+            f"{path} belongs to another run ({details}). It was left as it is; give another checkpoint path, or the "
+            "settings of that run."
+        )
+    leaves, structure = jax.tree.flatten(like)
+    stored = [arrays.get(f"run/{i}") for i in range(len(leaves))]
+    for mine, old in zip(leaves, stored, strict=True):
+        if old is None or old.shape != mine.shape or old.dtype != mine.dtype:
+            raise CheckpointError(f"{path} holds a state of another shape; it was left as it is.")
+    history = {name.removeprefix("history/"): a for name, a in arrays.items() if name.startswith("history/")}
+    return jax.tree.unflatten(structure, [jax.numpy.asarray(a) for a in stored]), history

@@ -1,0 +1,334 @@
+"""Message passing: the same algorithm object with clients that only answer messages. Independent of any framework.
+
+    Node     one client: holds its own rows and its Local fields, works until it needs an answer, returns the question
+    Server   answers questions with means, and derives the new Shared fields from the answers alone
+    deploy   both in one process: the reference that `simulate` is tested against
+
+A client can speak only when spoken to, never in the middle of a step. A step is pure, so to resume it is to run it again
+with the answers known so far; XLA drops the work whose result has been superseded. The server replays the round with
+NaN in place of every private value: what it knows of a client is what came in the answers, and this proves it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nestfed.border import as_key, check_match, check_positive, cohort_size
+from nestfed.core import Algorithm, Array, Cohort, Rows, Task, UserError, everything
+from nestfed.program import (
+    INITIALISE,
+    Ask,
+    Call,
+    Exchange,
+    Seat,
+    Step,
+    choose_cohort,
+    replay,
+    shared_key,
+    take_step,
+    weighted_mean,
+)
+
+START = -1  # the round in which clients initialise
+
+Leaves = list[np.ndarray]
+
+
+class Ticket(NamedTuple):
+    """What the server sends: which exchange of which round this is, and the answer to the client's last question."""
+
+    round: int
+    exchange: int  # 0 calls the client up; e > 0 brings the answer to its question e - 1
+    server: Any  # Shared fields at the start of the round
+    share: float  # clients taking part / all clients
+    answer: Leaves | None
+
+
+class ProtocolError(UserError):
+    """A message that does not fit what the receiver has seen so far."""
+
+
+def program_of(algorithm: Algorithm, round: int) -> list[tuple[int, bool]]:
+    """The steps of a round in order, as (phase, sync)."""
+    if round == START:
+        return [(INITIALISE, True)]
+    phases = enumerate(algorithm.schedule())
+    return [(phase, sync) for phase, (_, repeats, sync) in phases for _ in range(repeats)]
+
+
+@functools.partial(jax.jit, static_argnames=("phase", "sync"))
+def _attempt(algorithm: Algorithm, task: Task, phase: int, sync: bool, index, state, call: Call, answers):
+    """Run one step of the task's only client as far as the known answers allow: {"ask": leaves} or {"done": State}."""
+    seat = Seat(jnp.asarray(0), jnp.asarray(task.data.ids)[0], jnp.asarray(0), jnp.ones(()))
+    try:
+        step = Step(phase, index, sync)
+        return {"done": take_step(algorithm, task, step, state, task.data.client(0), seat, call, replay(answers))}
+    except Ask as ask:
+        return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
+
+
+def _call(key: Array, ticket: Ticket) -> Call:
+    return Call(key, jnp.asarray(ticket.round), ticket.server, jnp.asarray(ticket.share, float))
+
+
+def _host(leaves: Any) -> Leaves:
+    return [np.asarray(leaf) for leaf in leaves]
+
+
+class Node:
+    """One client. `store` keeps lists of arrays by name; it never leaves the node, and may be backed by its disk.
+
+    Delivery may be repeated: the same exchange of the same round asked twice gives the same answer.
+    """
+
+    def __init__(self, algorithm: Algorithm, task: Task, seed: Any, store: MutableMapping[str, Leaves] | None = None):
+        if task.clients != 1:
+            raise UserError(f"a node holds one client's rows; the task has {task.clients} clients.")
+        check_match(algorithm, task)
+        self.algorithm, self.task, self.key = algorithm, task, as_key(seed)
+        self.store: MutableMapping[str, Leaves] = {} if store is None else store
+        self._structures: dict[bool, list[Any]] = {}
+
+    def receive(self, ticket: Ticket) -> Leaves | None:
+        """Work until an answer is needed (return the question) or the round is over (return None)."""
+        if "asked" in self.store and self._numbers("asked")[:2] == [ticket.round, ticket.exchange]:
+            return None if self._numbers("asked")[2] else self.store["question"]
+        index, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
+        program = program_of(self.algorithm, ticket.round)
+        call = _call(self.key, ticket)
+        for index in range(index, len(program)):
+            out = _attempt(self.algorithm, self.task, *program[index], index, state, call, answers)
+            if "ask" in out:
+                frame = [ticket.round, ticket.exchange + 1, index, len(answers)]
+                self.store["frame"] = [np.asarray(frame), *_host(jax.tree.leaves(state))]
+                for number, answer in enumerate(answers):
+                    self.store[f"answer {number}"] = _host(answer)
+                return self._remember(ticket, _host(out["ask"]))
+            state, answers = out["done"], []
+        _, client = self.algorithm.split(state)
+        if "client" in self.store and self._numbers("client")[0] < ticket.round:
+            self.store["client before"] = self.store["client"]
+        self.store["client"] = [np.asarray([ticket.round]), *_host(jax.tree.leaves(client))]
+        return self._remember(ticket, None)
+
+    def client(self) -> Any:
+        """The Local fields as they are now."""
+        return self._local("client")
+
+    def _begin(self, ticket: Ticket):
+        if ticket.round == START:
+            return 0, None, []
+        if "client" not in self.store:
+            raise ProtocolError(f"round {ticket.round} was asked of a node that has not started; send round {START} first.")
+        # A round asked again (the server went back to its checkpoint) starts from the state before it.
+        again = self._numbers("client")[0] >= ticket.round
+        if again and ("client before" not in self.store or self._numbers("client before")[0] >= ticket.round):
+            raise ProtocolError(
+                f"round {ticket.round} was asked, but this node has done round {self._numbers('client')[0]} and keeps only "
+                "the one before it; restart the federation from a later checkpoint, or this node's store from a backup."
+            )
+        return 0, self.algorithm.begin(ticket.server, self._local("client before" if again else "client")), []
+
+    def _go_on(self, ticket: Ticket):
+        frame = self._numbers("frame") if "frame" in self.store else []
+        if frame[:2] != [ticket.round, ticket.exchange]:
+            raise ProtocolError(
+                f"the answer for exchange {ticket.exchange} of round {ticket.round} came, but this node waits for "
+                f"{f'exchange {frame[1]} of round {frame[0]}' if frame else 'a call'}."
+            )
+        structure = self._structure(ticket, frame[2])
+        state = jax.tree.unflatten(structure, self.store["frame"][1:])
+        answers = [self.store[f"answer {number}"] for number in range(frame[3])]
+        return frame[2], state, [*answers, ticket.answer]
+
+    def _structure(self, ticket: Ticket, index: int) -> Any:
+        """The structure of State at the start of this step (Scratch fields come and go within a round)."""
+        initial = ticket.round == START
+        if initial not in self._structures:
+            call, state, structures = _call(self.key, ticket), None, []
+            if not initial:
+                state = jax.eval_shape(lambda: self.algorithm.begin(ticket.server, self._local("client")))
+            for k, (phase, sync) in enumerate(program_of(self.algorithm, ticket.round)):
+                structures.append(jax.tree.structure(state))
+                state = jax.eval_shape(functools.partial(_alone, self.algorithm, self.task, Step(phase, k, sync), call), state)
+            self._structures[initial] = structures
+        return self._structures[initial][index]
+
+    def _local(self, name: str) -> Any:
+        call = Call(self.key, jnp.asarray(START), None, jnp.ones(()))
+        first = functools.partial(_alone, self.algorithm, self.task, Step(INITIALISE, 0, True), call)
+        structure = jax.tree.structure(self.algorithm.split(jax.eval_shape(first, None))[1])
+        return jax.tree.unflatten(structure, self.store[name][1:])
+
+    def _remember(self, ticket: Ticket, question: Leaves | None) -> Leaves | None:
+        self.store["asked"] = [np.asarray([ticket.round, ticket.exchange, int(question is None)])]
+        self.store["question"] = question or []
+        return question
+
+    def _numbers(self, name: str) -> list[int]:
+        return self.store[name][0].tolist()
+
+
+def _alone(algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any) -> Any:
+    """The step as if this client were the whole federation: for shapes."""
+    first = lambda tree: jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
+    exchange = Exchange(
+        mean=lambda tree: tree,
+        gather=lambda tree, reply, key: reply(first(tree), Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), 0, key),
+    )
+    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
+    return take_step(algorithm, task, step, state, task.data.client(0), seat, call, exchange)
+
+
+def without_rows(task: Task) -> Task:
+    """The task as the server knows it: problem, starting point and shapes, with NaN in place of everybody's data."""
+    hide = lambda a: np.full_like(a, np.nan) if np.issubdtype(a.dtype, np.floating) else np.zeros_like(a)
+    one_row = lambda tree: jax.tree.map(lambda a: hide(np.asarray(a)[:1]), tree)
+    number = np.zeros(1, np.int32)
+    data = Rows(
+        columns=one_row(task.data.columns), offsets=number, sizes=number + 1, ids=number,
+        constants=one_row(task.data.constants), largest=1,
+    )  # fmt: skip
+    steps = None if task.local_steps is None else np.ones(1, np.int32)
+    return dataclasses.replace(task, data=data, weights=np.ones(1), local_steps=steps)
+
+
+Send = Callable[[Mapping[int, Ticket]], Mapping[int, "Leaves | None"]]
+
+
+class Server:
+    """The server's side. `send` delivers tickets by client id and returns the answers of those who answered."""
+
+    def __init__(self, algorithm: Algorithm, task: Task, seed: Any):
+        self.algorithm, self.task, self.key = algorithm, without_rows(task), as_key(seed)
+
+    def serve(self, round: int, server: Any, weights: Mapping[int, float], share: float, send: Send) -> Any:
+        """One round (or the start) with these clients: the new Shared fields.
+
+        A client that stops answering is left out of the rest of the round; if nobody is left, nothing changes.
+        """
+        ticket = Ticket(round, 0, server, share, None)
+        call = _call(self.key, ticket)
+        state = None if round == START else self.algorithm.begin(server, self._hidden_client())
+        answering = dict(send(dict.fromkeys(weights, ticket)))
+        log: list[list[Leaves]] = []
+        exchange = 0
+        for index, (phase, sync) in enumerate(program_of(self.algorithm, round)):
+            known: list[Leaves] = []
+            while "ask" in self._shape_of(phase, sync, index, state, call, known):
+                if not answering:
+                    return server
+                exchange += 1
+                common, replies = self._answer(phase, sync, index, state, call, known, answering, weights)
+                known.append(common)
+                tickets = {i: Ticket(round, exchange, server, share, reply) for i, reply in replies.items()}
+                answering = dict(send(tickets))
+            log.append(known)
+            state = self._shape_of(phase, sync, index, state, call, known)["done"]
+        return self._shared(round, server, call, log)
+
+    def _shape_of(self, phase: int, sync: bool, index: int, state: Any, call: Call, known: list[Leaves]) -> Any:
+        attempt = functools.partial(_attempt, phase=phase, sync=sync)
+        return jax.eval_shape(
+            lambda *args: attempt(args[0], args[1], index=args[2], state=args[3], call=args[4], answers=args[5]),
+            self.algorithm, self.task, jnp.asarray(index), state, call, known,
+        )  # fmt: skip
+
+    def _answer(self, phase, sync, index, state, call, known, answering, weights) -> tuple[Leaves, dict[int, Leaves]]:
+        """(what the server itself learns from an exchange, the answer to each client)."""
+        present = sorted(answering)
+        values = [np.stack([answering[i][leaf] for i in present]) for leaf in range(len(answering[present[0]]))]
+        state = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), state)
+        common, replies = _server_answer(
+            self.algorithm, self.task, phase, sync, jnp.asarray(index), state, call, known, values,
+            jnp.asarray(present, jnp.int32), jnp.asarray([weights[i] for i in present], float),
+        )  # fmt: skip
+        common = _host(common)
+        if replies is None:
+            return common, dict.fromkeys(present, common)
+        return common, {i: _host(leaf[slot] for leaf in replies) for slot, i in enumerate(present)}
+
+    def _hidden_client(self) -> Any:
+        call = Call(self.key, jnp.asarray(START), None, jnp.ones(()))
+        first = jax.eval_shape(functools.partial(_alone, self.algorithm, self.task, Step(INITIALISE, 0, True), call), None)
+        _, client = self.algorithm.split(first)
+        return jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), client)
+
+    def _shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]]) -> Any:
+        steps = tuple(program_of(self.algorithm, round))
+        new = _server_replay(self.algorithm, self.task, steps, server, self._hidden_client(), call, log)
+        spoilt = [
+            name for name, value in zip(new._fields, new, strict=True)
+            if value is not None and not all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves(value))
+        ]  # fmt: skip
+        if spoilt and all(np.isfinite(a).all() for answers in log for answer in answers for a in answer if len(log)):
+            raise UserError(
+                f"{type(self.algorithm).__name__}: the Shared field {spoilt[0]} cannot be derived from the answers alone; it "
+                "depends on a client's private values."
+            )
+        return new
+
+
+@functools.partial(jax.jit, static_argnames=("phase", "sync"))
+def _server_answer(algorithm, task, phase, sync, index, state, call, known, values, ids, weights):
+    """(common answer, one answer per client or None) to the question that this step asks next."""
+    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
+    try:
+        take_step(algorithm, task, Step(phase, index, sync), state, task.data.client(0), seat, call, replay(known))
+    except Ask as ask:
+        tree = jax.tree.unflatten(jax.tree.structure(ask.tree), values)
+        if ask.reply is None:
+            return jax.tree.leaves(weighted_mean(tree, weights)), None
+        if ask.reply is everything:
+            return values, None
+        key, cohort = shared_key(call, index), Cohort(ids, weights > 0)
+        replies = jax.vmap(lambda slot: ask.reply(tree, cohort, slot, key))(jnp.arange(ids.size))
+        # Each reply is one client's own: the server's replay must do without it.
+        unknown = jax.tree.map(lambda a: jnp.full(a.shape[1:], jnp.nan, a.dtype), replies)
+        return jax.tree.leaves(unknown), jax.tree.leaves(replies)
+    raise AssertionError("a step was asked for a question that it does not have")
+
+
+@functools.partial(jax.jit, static_argnames=("steps",))
+def _server_replay(algorithm, task, steps, server, client, call, log):
+    """The Shared fields after a round, from the answers alone. XLA drops the gradients: nobody asks for them."""
+    state = None if server is None else algorithm.begin(server, client)
+    for index, ((phase, sync), answers) in enumerate(zip(steps, log, strict=True)):
+        state = _attempt(algorithm, task, phase, sync, index, state, call, answers)["done"]
+    return algorithm.split(state)[0]
+
+
+def deploy(
+    algorithm: Algorithm, task: Task, seed: Any = 0, *, rounds: int, cohort: int | float | None = None, dropout: float = 0.0
+) -> tuple[Any, Any]:
+    """All nodes and the server in this process: (server, clients) as `simulate` has them."""
+    check_match(algorithm, task)
+    check_positive("rounds", rounds)
+    size, key = cohort_size(cohort, task.clients), as_key(seed)
+    ids, weight_of = np.asarray(task.data.ids).tolist(), np.asarray(task.weights).tolist()
+    own = lambda position, a: None if a is None else np.asarray(a)[position : position + 1]
+    nodes = {
+        client: Node(
+            algorithm,
+            dataclasses.replace(
+                task, data=task.data.only(p), weights=np.ones(1), local_steps=own(p, task.local_steps)
+            ),
+            seed,
+        )
+        for p, client in enumerate(ids)
+    }  # fmt: skip
+    send = lambda tickets: {client: nodes[client].receive(ticket) for client, ticket in tickets.items()}
+    central = Server(algorithm, task, seed)
+    server = central.serve(START, None, dict(zip(ids, weight_of, strict=True)), 1.0, send)
+    for round in range(rounds):
+        seats = choose_cohort(task, key, jnp.asarray(round), size, jnp.asarray(dropout) if dropout else None)
+        weights = {int(i): float(w) for i, w in zip(seats.id, seats.weight, strict=True) if w > 0}
+        if weights:
+            server = central.serve(round, server, weights, len(weights) / task.clients, send)
+    clients = [nodes[client].client() for client in ids]
+    return server, jax.tree.map(lambda *a: jnp.stack(a), *clients)

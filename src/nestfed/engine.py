@@ -1,0 +1,374 @@
+"""The compiled engine of simulation: the same client program for everybody, over rounds, in one XLA program.
+
+A round is a vmap over the cohort in which `fed.mean` is a collective; JAX itself refuses a Shared field that depends on
+a client's private values. Where the model is large, phases run client after client instead (`Plan.chunk`), and steps
+that exchange are replayed once per answer: the numbers are the same, and the memory is bounded by the chunk.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.random import bernoulli
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nestfed.core import Algorithm, Array, Cohort, Fed, PyTree, Task, UserError, everything, fold
+from nestfed.program import (
+    INITIALISE,
+    METRICS,
+    OUTPUT,
+    Ask,
+    Call,
+    Exchange,
+    Seat,
+    Step,
+    all_seats,
+    choose_cohort,
+    cohort_of,
+    replay,
+    run_round,
+    shared_key,
+    speaking,
+    take_step,
+    weighted_mean,
+)
+
+
+class Run(NamedTuple):
+    """All that a run is at the end of a round, and all that a checkpoint holds besides the history."""
+
+    server: Any  # State with the Shared fields
+    clients: Any  # State with the Local fields, every leaf [clients, ...]
+    output: Any  # the server state that the output rule would return now, and what it needs to go on; None for "last"
+    unsynced: Any  # State of every client before the last step of its last round; None unless asked for
+    round: Array  # rounds done
+    diverged: Array  # the round in which a value became non-finite, or -1; the state is the last finite one
+
+
+class Plan(NamedTuple):
+    """The static part of a run: what decides which program is compiled."""
+
+    cohort: int | None = None
+    dropout: bool = False
+    evaluate_every: int = 1
+    metrics: Callable | None = None
+    output: str = "last"
+    select: str | None = None
+    unsynced: bool = False
+    chunk: int | None = None  # None: side by side
+    mesh: Mesh | None = None
+
+
+# ------------------------------------------------------------------------------------------------- all clients at once
+
+
+def collective(seat: Seat) -> Exchange:
+    """The exchange of clients that run side by side under vmap(axis_name="clients")."""
+    total = lax.psum(seat.weight, "clients")
+
+    def mean(tree):
+        def leaf(a):
+            a = jnp.asarray(a)
+            weighted = jnp.where(seat.weight > 0, seat.weight.astype(a.dtype) * a, 0)  # 0 * NaN would be NaN
+            return lax.psum(weighted, "clients") / jnp.where(total > 0, total, 1).astype(a.dtype)
+
+        return jax.tree.map(leaf, tree)
+
+    def gather(tree, reply, key):
+        side_by_side = lambda a: lax.all_gather(a, "clients")
+        values = jax.tree.map(lambda a: side_by_side(jnp.asarray(a)), tree)
+        return reply(values, Cohort(side_by_side(seat.id), side_by_side(seat.weight > 0)), seat.slot, key)
+
+    return Exchange(mean, gather)
+
+
+def _in_chunks(function: Callable, arguments: PyTree, chunk: int | None) -> PyTree:
+    """function over the leading axis of its arguments: side by side, or `chunk` at a time to bound memory."""
+    number = jax.tree.leaves(arguments)[0].shape[0]
+    if chunk is None or chunk >= number:
+        return jax.vmap(function)(arguments)
+    blocks = -(-number // chunk)
+    index = jnp.minimum(jnp.arange(blocks * chunk), number - 1).reshape(blocks, chunk)
+    results = lax.map(lambda i: jax.vmap(function)(jax.tree.map(lambda a: a[i], arguments)), index)
+    return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number], results)
+
+
+def _with_replays(
+    program: Callable[[PyTree, Exchange], PyTree], arguments: PyTree, seats: Seat, key: Array, chunk: int | None,
+    common: bool = False,
+) -> PyTree:  # fmt: skip
+    """Run a program that exchanges for all seats, in passes: each pass knows the answers of the passes before it.
+
+    `key` is the step's shared key, for the replies of a gather. `common` says that the result is the same on all clients: it is then computed once, and JAX refuses a result that
+    depends on a client's private values.
+    """
+    answers: list[tuple[bool, PyTree]] = []  # (one answer per client?, answer)
+    while True:
+        asked: list[Ask] = []
+        mapped = [answer for own, answer in answers if own]
+
+        def one_client(inputs):
+            argument, mine = inputs
+            mine = iter(mine)
+            try:
+                return program(argument, replay([next(mine) if own else answer for own, answer in answers]))
+            except Ask as ask:
+                asked.append(ask)
+                return jax.tree.map(jnp.asarray, ask.tree)
+
+        inputs = arguments, mapped
+        if common:
+            jax.eval_shape(one_client, jax.tree.map(lambda a: a[0], inputs))
+            if not asked:
+                return jax.vmap(one_client, out_axes=None)(inputs)
+        result = _in_chunks(one_client, inputs, chunk)
+        if not asked:
+            return result
+        reply = asked[0].reply
+        if reply is None:
+            answers.append((False, weighted_mean(result, seats.weight)))
+        elif reply is everything:
+            answers.append((False, result))
+        else:
+            answers.append((True, jax.vmap(lambda slot: reply(result, cohort_of(seats), slot, key))(seats.slot)))
+
+
+def start_all(algorithm: Algorithm, task: Task, key: Array, plan: Plan):
+    """(server, clients) after init."""
+    call = Call(key, jnp.asarray(-1), None, jnp.ones(()))
+    step = Step(INITIALISE, 0, True)
+
+    def init(seat, exchange):
+        return algorithm.split(
+            take_step(algorithm, task, step, None, task.data.client(seat.position), seat, call, exchange)
+        )
+
+    seats = all_seats(task)
+    if plan.chunk is None:
+        together = jax.vmap(lambda seat: init(seat, collective(seat)), out_axes=(None, 0), axis_name="clients")
+        return together(seats)
+    server, clients = _with_replays(init, seats, seats, shared_key(call, 0), plan.chunk)
+    return jax.tree.map(lambda a: a[0], server), clients
+
+
+def round_together(algorithm: Algorithm, task: Task, clients: Any, seats: Seat, call: Call):
+    """A round with the cohort side by side: (server, clients' Local parts, states before the last step)."""
+
+    def one_client(client, seat):
+        state, before = run_round(algorithm, task, client, seat, call, collective(seat))
+        return *algorithm.split(state), before
+
+    return jax.vmap(one_client, out_axes=(None, 0, 0), axis_name="clients")(clients, seats)
+
+
+def _round_in_chunks(algorithm: Algorithm, task: Task, clients: Any, seats: Seat, call: Call, chunk: int):
+    """The same round client after client: phases without an exchange in one go, the others in passes."""
+    states = begin_all(algorithm, call.server, clients, seats.slot.size)
+    before, index = states, 0
+    for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
+        if repeats == 0:
+            continue
+        before = states
+
+        def take(j, state, seat, exchange):
+            data = task.data.client(seat.position)
+            return take_step(algorithm, task, Step(phase, j, sync), state, data, seat, call, exchange)
+
+        if _exchanges(lambda: take(index, *jax.tree.map(lambda a: a[0], (states, seats)), replay([]))):
+            step = lambda j, s: _with_replays(
+                lambda pair, exchange: take(j, *pair, exchange), (s, seats), seats, shared_key(call, j), chunk
+            )
+            states = step(index, states) if repeats == 1 else lax.fori_loop(index, index + repeats, step, states)
+        else:
+            whole_phase = lambda pair: lax.fori_loop(
+                index, index + repeats, lambda j, s: take(j, s, pair[1], replay([])), pair[0]
+            )
+            states = _in_chunks(whole_phase, (states, seats), chunk)
+        index += repeats
+    server, clients = algorithm.split(states)
+    return jax.tree.map(lambda a: a[0], server), clients, before
+
+
+def begin_all(algorithm: Algorithm, server: Any, clients: Any, number: int) -> Any:
+    """The States with which `number` clients start a round, every leaf [number, ...]."""
+    return jax.vmap(lambda client, _: algorithm.begin(server, client))(clients, jnp.arange(number))
+
+
+def _exchanges(step: Callable) -> bool:
+    try:
+        jax.eval_shape(step)
+    except Ask:
+        return True
+    return False
+
+
+def _shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Lay the leading (client) axis over the devices; without this a gather by ids would put all work on each."""
+    if mesh is None:
+        return tree
+    spread = NamedSharding(mesh, PartitionSpec("clients"))
+    return jax.tree.map(lambda a: lax.with_sharding_constraint(a, spread), tree)
+
+
+# ------------------------------------------------------------------------------------------------- one round, metrics
+
+
+def _one_round(algorithm: Algorithm, task: Task, key: Array, run: Run, round: Array, dropout: Array, plan: Plan):
+    """(run after this round, clients that took part)."""
+    seats = choose_cohort(task, key, round, plan.cohort, dropout if plan.dropout else None)
+    everybody = plan.cohort is None or plan.cohort >= task.clients
+    pick = (lambda tree: tree) if everybody else (lambda tree: jax.tree.map(lambda a: a[seats.position], tree))
+    put = lambda old, new: jax.tree.map(lambda a, b: b if everybody else a.at[seats.position].set(b), old, new)
+    old, seats = _shard((pick(run.clients), seats), plan.mesh)
+    present = seats.weight > 0
+    call = Call(key, round, run.server, present.sum() / task.clients)
+    if plan.chunk is None:
+        server, clients, before = round_together(algorithm, task, old, seats, call)
+    else:
+        server, clients, before = _round_in_chunks(algorithm, task, old, seats, call, plan.chunk)
+
+    rows = lambda a: present.reshape((-1,) + (1,) * (a.ndim - 1))
+    keep_absent = lambda new, old: jax.tree.map(lambda b, a: jnp.where(rows(b), b, a), new, old)
+    clients = keep_absent(clients, old)
+    server = jax.tree.map(lambda b, a: jnp.where(present.any(), b, a), server, run.server)
+    healthy = (run.diverged < 0) & finite((server, clients))
+    choose = lambda new, old: jax.tree.map(lambda b, a: jnp.where(healthy, b, a), new, old)
+    unsynced = run.unsynced
+    if plan.unsynced:
+        unsynced = put(unsynced, choose(keep_absent(before, pick(unsynced)), pick(unsynced)))
+    new = Run(
+        server=choose(server, run.server),
+        clients=put(run.clients, choose(clients, old)),
+        output=run.output,
+        unsynced=unsynced,
+        round=jnp.where(healthy, run.round + 1, run.round),
+        diverged=jnp.where((run.diverged < 0) & ~healthy, round, run.diverged).astype(run.diverged.dtype),
+    )
+    return new, present.sum()
+
+
+def finite(tree: PyTree) -> Array:
+    floats = [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(a).all() for a in floats], jnp.asarray(True))
+
+
+def measure_all(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Plan) -> dict[str, Array]:
+    """The task's metrics over all clients, and the extra ones of the plan.
+
+    Clients run in chunks of similar size, smallest first, each over exactly its own rows: the cost follows the number
+    of rows, not clients x largest client.
+    """
+    order = jnp.argsort(task.data.sizes)
+    seats = jax.tree.map(lambda a: a[order], all_seats(task))
+    clients, unsynced = jax.tree.map(lambda a: a[order], (run.clients, run.unsynced))
+    common_key = fold(key, METRICS)
+
+    def program(argument, exchange):
+        seat, client, before = argument
+        fed = Fed(
+            **speaking(exchange, common_key), sync=True, t=run.round, step=jnp.zeros_like(run.round), server=run.server,
+            key=fold(key, METRICS, seat.id), shared_key=common_key, share=jnp.ones(()), unsynced=before,
+        )  # fmt: skip
+        data = task.data.client(seat.position)
+        values = dict(task.metrics(run.server, client, data, fed))
+        if plan.metrics is not None:
+            values |= plan.metrics(task, run.server, client, data, fed)
+        return jax.tree.map(jnp.asarray, values)
+
+    try:
+        return _with_replays(program, (seats, clients, unsynced), seats, common_key, plan.chunk or 64, common=True)
+    except ValueError as error:
+        if "out_axes" not in str(error):
+            raise
+        raise UserError(
+            "a metric depends on one client's values (in sweeps and deployments nobody sees these): pass it through "
+            "fed.mean, or through fed.gather if everybody's value is wanted."
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------- output rules
+
+
+class Output(NamedTuple):
+    """The server state that the output rule would return now."""
+
+    server: Any
+    score: Array  # of "best": the smallest value so far
+
+
+def _first_output(server: Any, plan: Plan) -> Output | None:
+    return None if plan.output == "last" else Output(server, jnp.asarray(jnp.inf))
+
+
+def _update_output(run: Run, key: Array, round: Array, values: dict[str, Array], due: Array, plan: Plan) -> Run:
+    """Take the state after this round into account. Rules are over synchronised iterates, the start left out."""
+    if run.output is None:
+        return run
+    old, server, done = run.output, run.server, round + 1
+    score = old.score
+    if plan.output == "average":
+        moving = lambda a, b: a + (b - a) / done if jnp.issubdtype(b.dtype, jnp.floating) else b
+        new = jax.tree.map(moving, old.server, server)
+        new = jax.tree.map(lambda a, b: jnp.where(done == 1, a, b).astype(a.dtype), server, new)
+        take = run.diverged < 0
+    elif plan.output == "random":
+        take = bernoulli(fold(key, OUTPUT, round), 1.0 / done) & (run.diverged < 0)  # reservoir of size one
+        new = server
+    else:
+        value = values[plan.select]
+        take = due & (value < score) & (run.diverged < 0)
+        score, new = jnp.where(take, value, score).astype(score.dtype), server
+    chosen = jax.tree.map(lambda b, a: jnp.where(take, b, a), new, old.server)
+    return run._replace(output=Output(chosen, score))
+
+
+# ------------------------------------------------------------------------------------------------- many rounds
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))
+def start(algorithm: Algorithm, task: Task, key: Array, plan: Plan) -> Run:
+    server, clients = start_all(algorithm, task, key, plan)
+    # A weak type (from a Python number) would change in the first round and break the loop's types.
+    server, clients = jax.tree.map(lambda a: lax.convert_element_type(a, jnp.asarray(a).dtype), (server, clients))
+    unsynced = begin_all(algorithm, server, clients, task.clients) if plan.unsynced else None
+    minus_one = jnp.asarray(-1, jnp.int32)
+    diverged = jnp.where(finite((server, clients)), minus_one, 0)
+    return Run(server, clients, _first_output(server, plan), unsynced, jnp.asarray(0, jnp.int32), diverged)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "capacity"))
+def advance(
+    algorithm: Algorithm, task: Task, key: Array, run: Run, first: Array, rounds: Array, dropout: Array, plan: Plan,
+    capacity: int,
+):  # fmt: skip
+    """`rounds` rounds from round `first` on: (run, rows of history), of which the first `rounds` are filled.
+
+    The number of rounds is an input of the program: a run can be cut into pieces of any lengths up to `capacity`
+    without compiling again and without changing a number. `first` comes from outside so that it stays one number when
+    runs are stacked in a sweep.
+    """
+    shapes = jax.eval_shape(lambda: measure_all(algorithm, task, key, run, plan))
+    blank = {name: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
+             for name, v in shapes.items()}  # fmt: skip
+    rows = {name: jnp.broadcast_to(v, (capacity,) + v.shape) for name, v in blank.items()}
+    rows |= {"participants": jnp.zeros(capacity, jnp.int32)}
+
+    def body(i, carry):
+        run, rows = carry
+        round = first + i
+        run, participants = _one_round(algorithm, task, key, run, round, dropout, plan)
+        due = (round + 1) % plan.evaluate_every == 0
+        values = lax.cond(due, lambda: measure_all(algorithm, task, key, run, plan), lambda: blank)
+        run = _update_output(run, key, round, values, due, plan)
+        row = values | {"participants": participants.astype(jnp.int32)}
+        return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, row)
+
+    return lax.fori_loop(0, rounds, body, (run, rows))
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))
+def evaluate(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Plan) -> dict[str, Array]:
+    return measure_all(algorithm, task, key, run, plan)

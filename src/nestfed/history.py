@@ -1,0 +1,49 @@
+"""What a run records on the host: evaluations by round, and who took part."""
+
+from typing import Any
+
+import numpy as np
+
+
+class History:
+    """Evaluations and participants so far, on the host."""
+
+    def __init__(self):
+        self._rounds: list[int] = []
+        self._values: list[dict[str, np.ndarray]] = []
+        self._participants: list[np.ndarray] = []
+
+    @classmethod
+    def restored(cls, arrays: dict[str, np.ndarray]) -> "History":
+        history = cls()
+        history._participants = [arrays.pop("participants")]
+        history._rounds = arrays.pop("round").tolist()
+        history._values = [{name: column[i] for name, column in arrays.items()} for i in range(len(history._rounds))]
+        return history
+
+    def add(self, round: int, values: dict[str, Any]) -> None:
+        self._rounds.append(round)
+        self._values.append({name: np.asarray(v) for name, v in values.items()})
+
+    def extend(self, rows: dict[str, Any], first: int, length: int, every: int) -> None:
+        rows = {name: np.asarray(column)[:length] for name, column in rows.items()}
+        self._participants.append(rows.pop("participants"))
+        for i in range(length):
+            if (first + i + 1) % every == 0:
+                self.add(first + i + 1, {name: column[i] for name, column in rows.items()})
+
+    def has(self, round: int) -> bool:
+        return bool(self._rounds) and self._rounds[-1] == round
+
+    def latest(self) -> dict[str, np.ndarray]:
+        return self._values[-1] if self._values else {}
+
+    def evaluations(self) -> dict[str, np.ndarray]:
+        names = self._values[0] if self._values else ()
+        return {"round": np.asarray(self._rounds, int)} | {n: np.stack([v[n] for v in self._values]) for n in names}
+
+    def participants(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, np.int32), *self._participants])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return self.evaluations() | {"participants": self.participants()}

@@ -1,0 +1,778 @@
+"""Problem classes: what a user writes (pure functions on parameter trees) and what an algorithm calls (named oracles).
+
+A problem's functions see one client's batch and nothing else: heterogeneity enters through the data. Functions return
+the *mean* over the batch they are given. Every oracle is a method under a named jit: it costs nothing after inlining,
+and its name survives in the traced program, where `cost.measure` counts it. Differentiate inside an oracle, never
+through one.
+
+Rule: algorithms never call jax.grad; problems never know about clients.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.random import fold_in, randint
+
+from nestfed.core import Array, ClientRows, Fed, Layout, PyTree, Sample, UserError, setting, static, struct
+
+ORACLE_KINDS = ("GRAD", "VAL", "VJP", "HVP", "MIX", "SOLVE")
+
+
+def oracle(kind: str) -> Callable[[Callable], Callable]:
+    """Mark a method as one unit of work of this kind (see `ORACLE_KINDS`)."""
+
+    def wrap(method):
+        @functools.wraps(method)
+        def named(*args):
+            return method(*args)
+
+        named.__name__ = f"oracle_{kind}_{method.__name__}"
+        return jax.jit(named)
+
+    return wrap
+
+
+@struct
+class Problem:
+    """What all classes have in common: variables as flat vectors, projections, sampling, default metrics."""
+
+    layouts: tuple[Layout, ...] = static(default=())  # set by Task.create: the user's trees inside the flat vectors
+
+    family: ClassVar[str]
+    variables: ClassVar[tuple[str, ...]] = ("x",)
+
+    def bind(self, params: PyTree):
+        """(this problem knowing the user's parameter trees, the starting point as flat vectors)."""
+        trees = (params,) if len(self.variables) == 1 else params
+        if len(self.variables) > 1 and not (isinstance(params, tuple) and len(params) == len(self.variables)):
+            raise UserError(
+                f"{type(self).__name__} has the variables {', '.join(self.variables)}: params must be a tuple of "
+                f"{len(self.variables)} starting points, in this order; {type(params).__name__} was given."
+            )
+        layouts = tuple(Layout.of(tree, name) for tree, name in zip(trees, self.variables, strict=True))
+        flat = tuple(layout.flatten(tree) for layout, tree in zip(layouts, trees, strict=True))
+        return dataclasses.replace(self, layouts=layouts), flat
+
+    def tree(self, variable: int, vector: Array) -> PyTree:
+        """The user's parameter tree of a flat vector."""
+        return self.layouts[variable].unflatten(vector)
+
+    def project_x(self, x: PyTree) -> PyTree:
+        """Projection of the (first) shared variable onto its feasible set, on the user's tree; identity by default."""
+        return x
+
+    def feasible_x(self, x: Array) -> Array:
+        """`project_x` on the flat vector; costs nothing unless a subclass defines a projection."""
+        if type(self).project_x is Problem.project_x:
+            return x
+        return self.layouts[0].flatten(self.project_x(self.tree(0, x)))
+
+    def sample(self, data: ClientRows, key: Array, size: int) -> PyTree:
+        return data.draw(key, size)
+
+    def metrics(self, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
+        return {}
+
+    def check(self, task: Any) -> None:
+        """Try every function on the shapes of a batch, so that a mismatch shows at construction."""
+        key = jax.random.key(0)
+        data = task.data.client(0)
+        try:
+            batch = jax.eval_shape(lambda: task.sample(data, key))
+        except Exception as error:
+            raise UserError(f"{type(self).__name__}: drawing a batch failed: {first_line(error)}") from error
+        for name, expected, call in self.functions(task.params, key):
+            try:
+                result = jax.eval_shape(call, batch)
+            except Exception as error:
+                shapes = jax.tree.map(lambda a: a.shape, batch)
+                raise UserError(
+                    f"{type(self).__name__}.{name} failed on a batch of shapes {shapes} and parameters of shapes "
+                    f"{[layout.shapes for layout in self.layouts]}: {first_line(error)}. Do the starting point and "
+                    "the columns of the data fit together?"
+                ) from error
+            shape = getattr(result, "shape", None)
+            if shape is None or (expected is not None and len(shape) != expected):
+                wanted = {0: "one number (the mean over the batch)", 1: "a vector"}.get(expected, "an array")
+                raise UserError(f"{type(self).__name__}.{name} must return {wanted}; it returned shape {shape}.")
+
+    def functions(self, params: Sequence[Array], key: Array):
+        """(name, number of axes of its result or None, batch -> result) of every function the user wrote."""
+        return ()
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ------------------------------------------------------------------------------------------------- P1 single level
+
+
+@struct
+class SingleLevel(Problem):
+    """min_x mean_k E loss(x; batch of client k).  Subclasses define loss(x, batch, key)."""
+
+    family: ClassVar[str] = "single level"
+
+    def loss(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    @oracle("VAL")
+    def value(self, x, sample: Sample):
+        return self.loss(self.tree(0, x), sample.batch, sample.key)
+
+    @oracle("GRAD")
+    def gradient(self, x, sample: Sample):
+        return jax.grad(lambda x: self.loss(self.tree(0, x), sample.batch, sample.key))(x)
+
+    def functions(self, params, key):
+        yield "loss", 0, lambda batch: self.loss(self.tree(0, params[0]), batch, key)
+
+    def metrics(self, server, client, data, fed):
+        return {"loss": fed.mean(data.average(lambda batch: self.loss(self.tree(0, server.x), batch, fed.key)))}
+
+
+# ------------------------------------------------------------------------------------------------- P2 bilevel
+
+
+@struct
+class Bilevel(Problem):
+    """Subclasses define upper(x, y, batch, key) and lower(x, y, batch, key), lower strongly convex in y.
+
+    scope "local":   min_x mean_k upper_k(x, y_k(x)),  y_k(x) = argmin_y lower_k(x, y)
+    scope "global":  min_x mean_k upper_k(x, y(x)),    y(x) = argmin_y mean_k lower_k(x, y)
+    """
+
+    scope: str = setting("whose lower problem: every client's own, or one for all", default="local",
+                         choices=("local", "global"), static=True)  # fmt: skip
+
+    family: ClassVar[str] = "bilevel"
+    variables: ClassVar[tuple[str, ...]] = ("x", "y")
+
+    def upper(self, x: PyTree, y: PyTree, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def lower(self, x: PyTree, y: PyTree, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def project_y(self, y: PyTree) -> PyTree:
+        """Projection of the lower variable onto its feasible set, on the user's tree; identity by default."""
+        return y
+
+    def feasible_y(self, y: Array) -> Array:
+        if type(self).project_y is Bilevel.project_y:
+            return y
+        return self.layouts[1].flatten(self.project_y(self.tree(1, y)))
+
+    def upper_flat(self, x, y, sample: Sample):
+        return self.upper(self.tree(0, x), self.tree(1, y), sample.batch, sample.key)
+
+    def lower_flat(self, x, y, sample: Sample):
+        return self.lower(self.tree(0, x), self.tree(1, y), sample.batch, sample.key)
+
+    @oracle("GRAD")
+    def grad_upper(self, x, y, sample: Sample):
+        """(df/dx, df/dy)."""
+        return jax.grad(self.upper_flat, (0, 1))(x, y, sample)
+
+    @oracle("GRAD")
+    def grad_lower(self, x, y, sample: Sample):
+        """dg/dy."""
+        return jax.grad(self.lower_flat, 1)(x, y, sample)
+
+    @oracle("HVP")
+    def hessian_vector(self, x, y, sample: Sample, v):
+        """(d2g/dy2) v, forward over reverse."""
+        return jax.jvp(lambda y: jax.grad(self.lower_flat, 1)(x, y, sample), (y,), (v,))[1]
+
+    @oracle("MIX")
+    def mixed_vector(self, x, y, sample: Sample, v):
+        """(d2g/dxdy) v, as the gradient in x of <dg/dy, v>."""
+        return jax.grad(lambda x: jnp.vdot(jax.grad(self.lower_flat, 1)(x, y, sample), v))(x)
+
+    @oracle("SOLVE")
+    def hessian_solve(self, x, y, sample: Sample, v):
+        """(d2g/dy2)^-1 v with the dense matrix: for small lower dimensions."""
+        return jnp.linalg.solve(jax.hessian(self.lower_flat, 1)(x, y, sample), v)
+
+    def functions(self, params, key):
+        x, y = (self.tree(i, v) for i, v in enumerate(params))
+        yield "upper", 0, lambda batch: self.upper(x, y, batch, key)
+        yield "lower", 0, lambda batch: self.lower(x, y, batch, key)
+
+    def metrics(self, server, client, data, fed):
+        y = server.y if client.y is None else client.y
+        level = lambda function: data.average(lambda batch: function(server.x, y, Sample(batch, fed.key)))
+        upper, lower = fed.mean((level(self.upper_flat), level(self.lower_flat)))
+        return {"upper": upper, "lower": lower}
+
+
+# Hypergradients. Each estimator maps points [(x, y), ...] to estimates of
+#     Phi(x, y) = df/dx - (d2g/dxdy) (d2g/dy2)^-1 df/dy,
+# with the same samples at all the points, as recursive methods need. `draw(j)` is the j-th independent batch of the
+# step; the estimators use j = 1, 2, ... and leave 0 to the lower gradient.
+
+Points = Sequence[tuple[Array, Array]]
+Draw = Callable[[Any], Sample]
+
+
+def _hypergradients(problem: Bilevel, points: Points, upper: Sample, mixed: Sample, inverse_vector) -> list[Array]:
+    """df/dx - (d2g/dxdy) z at each point, where inverse_vector(df/dy of all the points) gives the z."""
+    gradients = [problem.grad_upper(x, y, upper) for x, y in points]
+    solutions = inverse_vector([fy for _, fy in gradients])
+    return [
+        fx - problem.mixed_vector(x, y, mixed, z)
+        for (x, y), (fx, _), z in zip(points, gradients, solutions, strict=True)
+    ]
+
+
+@struct
+class Dense:
+    """Exact on its batches: the dense Hessian, one direct solve."""
+
+    share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
+
+    def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
+        upper, mixed, hessian = _batches(draw, self.share_batch)
+        solve = lambda vs: [problem.hessian_solve(x, y, hessian, v) for (x, y), v in zip(points, vs, strict=True)]
+        return _hypergradients(problem, points, upper, mixed, solve)
+
+
+@struct
+class ConjugateGradient:
+    """The linear system on one batch by a fixed number of conjugate gradient steps (Hessian-vector products only)."""
+
+    steps: int = setting("conjugate gradient steps", default=10, at_least=1, static=True)
+    share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
+
+    def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
+        upper, mixed, hessian = _batches(draw, self.share_batch)
+
+        def solve(vs):
+            return [
+                conjugate_gradient(lambda p: problem.hessian_vector(x, y, hessian, p), v, self.steps)
+                for (x, y), v in zip(points, vs, strict=True)
+            ]
+
+        return _hypergradients(problem, points, upper, mixed, solve)
+
+
+def conjugate_gradient(product: Callable[[Array], Array], b: Array, steps: int) -> Array:
+    """Solve product(z) = b from z = 0 in a fixed number of steps: a static cost, unlike a tolerance."""
+
+    def step(_, carry):
+        z, r, p, rr = carry
+        hp = product(p)
+        curvature = jnp.vdot(p, hp)
+        # Once solved exactly, r = p = 0: stop moving instead of dividing by zero.
+        alpha = jnp.where(curvature > 0, rr / jnp.where(curvature > 0, curvature, 1), 0)
+        z, r = z + alpha * p, r - alpha * hp
+        new = jnp.vdot(r, r)
+        return z, r, r + jnp.where(rr > 0, new / jnp.where(rr > 0, rr, 1), 0) * p, new
+
+    return lax.fori_loop(0, steps, step, (jnp.zeros_like(b), b, b, jnp.vdot(b, b)))[0]
+
+
+@struct
+class Neumann:
+    """lr * sum_{q=0}^{Q} prod_{j=Q-q+1}^{Q} (I - lr d2g/dy2(B_j)) in place of the inverse: Q + 1 terms, one pass.
+
+    Deterministic relative bias (1 - lr A)^{Q+1} for curvature A; needs lr <= 1 / L. With `share_batch` one batch serves
+    all the factors: cheap, and biased.
+    """
+
+    terms: int = setting("Q: Hessian-vector products", default=10, at_least=0, static=True)
+    lr: float = setting("step of the series, at most 1 / L", default=0.1, above=0)
+    share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
+
+    def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
+        upper, mixed, _ = _batches(draw, self.share_batch)
+
+        def series(vs):
+            def factor(j, carry):
+                remainders, sums = carry
+                sample = upper if self.share_batch else draw(2 + self.terms - j)  # B_Q first, B_1 last
+                remainders = [
+                    r - self.lr * problem.hessian_vector(x, y, sample, r)
+                    for (x, y), r in zip(points, remainders, strict=True)
+                ]
+                return remainders, [s + r for s, r in zip(sums, remainders, strict=True)]
+
+            return [self.lr * s for s in lax.fori_loop(0, self.terms, factor, (vs, vs))[1]]
+
+        return _hypergradients(problem, points, upper, mixed, series)
+
+
+@struct
+class RandomTruncation:
+    """(N / l) prod_{n=1}^{N'} (I - H / l) with N' uniform in 0 .. N - 1: the expectation of the N-term sum.
+
+    All N - 1 factors are computed and those beyond N' are passed over, so that the cost is static.
+    """
+
+    terms: int = setting("N: terms of the sum it estimates", default=10, at_least=1, static=True)
+    lr: float = setting("1 / l: step of the series, at most 1 / L", default=0.1, above=0)
+
+    def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
+        upper, mixed, _ = _batches(draw, False)
+        last = randint(fold_in(upper.key, 1), (), 0, self.terms)
+
+        def chain(vs):
+            def factor(n, vectors):
+                sample = draw(2 + n)
+                return [
+                    jnp.where(n <= last, v - self.lr * problem.hessian_vector(x, y, sample, v), v)
+                    for (x, y), v in zip(points, vectors, strict=True)
+                ]
+
+            return [self.terms * self.lr * v for v in lax.fori_loop(1, self.terms, factor, vs)]
+
+        return _hypergradients(problem, points, upper, mixed, chain)
+
+
+@struct
+class LinearSystem:
+    """The linear system (d2g/dy2) z = df/dy by stochastic gradient steps z <- z - lr (H z - df/dy) from z = 0."""
+
+    steps: int = setting("stochastic gradient steps", default=10, at_least=1, static=True)
+    lr: float = setting("step size, at most 1 / L", default=0.1, above=0)
+
+    def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
+        upper, mixed, _ = _batches(draw, False)
+
+        def solve(vs):
+            def step(j, zs):
+                sample = draw(3 + j)
+                return [
+                    z - self.lr * (problem.hessian_vector(x, y, sample, z) - v)
+                    for (x, y), z, v in zip(points, zs, vs, strict=True)
+                ]
+
+            return lax.fori_loop(0, self.steps, step, [jnp.zeros_like(v) for v in vs])
+
+        return _hypergradients(problem, points, upper, mixed, solve)
+
+
+def _batches(draw: Draw, share: bool) -> tuple[Sample, Sample, Sample]:
+    """Batches of the upper gradient, of the mixed derivative and (first) of the Hessian."""
+    upper = draw(1)
+    return (upper, upper, upper) if share else (upper, draw(2), draw(3))
+
+
+# ------------------------------------------------------------------------------------------------- P3 compositional
+
+
+@struct
+class Compositional(Problem):
+    """Subclasses define inner(x, batch, key) -> vector, outer(y, batch, key) and perhaps extra(x, batch, key).
+
+    scope "global":  min_x mean_k extra_k(x) + outer(mean_k inner_k(x))
+    scope "local":   min_x mean_k [ extra_k(x) + outer_k(inner_k(x)) ]       (another minimiser, in general)
+    """
+
+    scope: str = setting("is the inner function the average over clients, or every client's own?", default="global",
+                         choices=("global", "local"), static=True)  # fmt: skip
+
+    family: ClassVar[str] = "compositional"
+
+    def inner(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def outer(self, y: Array, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def extra(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        """h, an ordinary average loss added to the composition; zero by default, and then it costs nothing."""
+        return jnp.zeros(())
+
+    def project_y(self, y: Array) -> Array:
+        """Projection of an estimate of the inner value onto the domain of `outer`; identity by default."""
+        return y
+
+    @property
+    def has_extra(self) -> bool:
+        return type(self).extra is not Compositional.extra
+
+    def inner_flat(self, x, sample: Sample):
+        return jnp.ravel(self.inner(self.tree(0, x), sample.batch, sample.key))
+
+    def outer_flat(self, y, sample: Sample):
+        params = self.tree(0, jnp.zeros(self.layouts[0].size, y.dtype))
+        value = jax.eval_shape(lambda: self.inner(params, sample.batch, sample.key))  # the user's shape of y
+        return self.outer(y.reshape(value.shape), sample.batch, sample.key)
+
+    @oracle("VAL")
+    def inner_value(self, x, sample: Sample):
+        return self.inner_flat(x, sample)
+
+    @oracle("VJP")
+    def inner_vjp(self, x, sample: Sample):
+        """(value, pull-back): use the value in an exchange, then pull the outer derivative back."""
+        return jax.vjp(lambda x: self.inner_flat(x, sample), x)
+
+    def grad_outer(self, y, sample: Sample):
+        return jax.grad(self.outer_flat)(y, sample)
+
+    @oracle("GRAD")
+    def grad_extra(self, x, sample: Sample):
+        return jax.grad(lambda x: self.extra(self.tree(0, x), sample.batch, sample.key))(x)
+
+    def functions(self, params, key):
+        x = self.tree(0, params[0])
+        yield "inner", None, lambda batch: self.inner(x, batch, key)
+        yield "outer", 0, lambda batch: self.outer(self.inner(x, batch, key), batch, key)
+        yield "extra", 0, lambda batch: self.extra(x, batch, key)
+
+    def metrics(self, server, client, data, fed):
+        pair = lambda batch: (
+            self.inner_flat(server.x, Sample(batch, fed.key)), self.extra(self.tree(0, server.x), batch, fed.key)
+        )  # fmt: skip
+        inner, extra = data.average(pair)
+        compose = lambda y: data.average(lambda batch: self.outer_flat(y, Sample(batch, fed.key)))
+        if self.scope == "local":
+            return {"objective": fed.mean(extra + compose(inner))}
+        inner, extra = fed.mean((inner, extra))
+        return {"objective": extra + fed.mean(compose(inner))}
+
+
+# ------------------------------------------------------------------------------------------------- P4 conditional
+
+
+@struct
+class Conditional(Problem):
+    """min_x mean_k E_xi outer( E_{eta | xi} inner(x, xi, eta); xi ) + regulariser(x).
+
+    Subclasses define sample_outer(data, key, count) -> xi with leading axis `count`, sample_inner(data, xi, key, count)
+    for one xi, inner(x, xi, eta, key) -> vector for one pair, and outer(y, xi, key). The inner mean is per outer sample;
+    the same inner samples enter value and derivative, in one reverse pass: no Jacobian is formed.
+    """
+
+    inner_samples: int = setting("m: inner samples per outer sample", default=1, at_least=1, static=True)
+
+    family: ClassVar[str] = "conditional"
+
+    def sample_outer(self, data: ClientRows, key: Array, count: int) -> PyTree:
+        return data.draw_rows(key, count)
+
+    def sample_inner(self, data: ClientRows, xi: PyTree, key: Array, count: int) -> PyTree:
+        raise NotImplementedError
+
+    def inner(self, x: PyTree, xi: PyTree, eta: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def outer(self, y: Array, xi: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def regulariser(self, x: PyTree) -> Array:
+        return jnp.zeros(())
+
+    def composite(self, x: PyTree, xi: PyTree, etas: PyTree, key: Array) -> Array:
+        """outer(mean_j inner(x, xi, eta_j)) for one xi; override it where a fused form is cheaper."""
+        values = jax.vmap(lambda eta: self.inner(x, xi, eta, key))(etas)
+        return self.outer(jnp.mean(values, 0), xi, key)
+
+    def sample(self, data, key, size):
+        outer_key, inner_key = fold_in(key, 0), fold_in(key, 1)
+        xi = self.sample_outer(data, outer_key, size)
+        keys = jax.vmap(lambda i: fold_in(inner_key, i))(jnp.arange(size))
+        return xi, jax.vmap(lambda one, k: self.sample_inner(data, one, k, self.inner_samples))(xi, keys)
+
+    def plug_in(self, x, sample: Sample):
+        """The mean over the batch's outer samples of the composition with its inner samples, plus the regulariser."""
+        x = self.tree(0, x)
+        xis, etas = sample.batch
+        values = jax.vmap(lambda xi, eta: self.composite(x, xi, eta, sample.key))(xis, etas)
+        return jnp.mean(values) + self.regulariser(x)
+
+    @oracle("VAL")
+    def value(self, x, sample: Sample):
+        return self.plug_in(x, sample)
+
+    @oracle("GRAD")
+    def gradient(self, x, sample: Sample):
+        return jax.grad(self.plug_in)(x, sample)
+
+    def functions(self, params, key):
+        x = self.tree(0, params[0])
+        first = lambda batch: jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), batch)
+        yield "composite", 0, lambda batch: self.composite(x, first(batch[0]), first(batch[1]), key)
+        yield "regulariser", 0, lambda batch: self.regulariser(x)
+
+
+# ------------------------------------------------------------------------------------------------- P5 personalised
+
+
+@struct
+class Personalised(Problem):
+    """min over clients' (u_k, v_k) and a common u_0 of mean_k [ loss_k(u_k, v_k) + (coupling / 2) H_k(u_k, u_0) ].
+
+    Subclasses define split(params) -> (u, v), features(u, inputs, key) -> [rows, width], head(v, z) -> outputs and
+    loss(outputs, labels); a batch is (inputs, labels). H compares the representations of the client's extractor and of
+    the common one on the same inputs: reg(z_local, z_global), by default the mean squared distance.
+    """
+
+    family: ClassVar[str] = "personalised"
+    variables: ClassVar[tuple[str, ...]] = ("u", "v")
+
+    def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        raise NotImplementedError
+
+    def features(self, u: PyTree, inputs: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def head(self, v: PyTree, z: Array) -> Array:
+        raise NotImplementedError
+
+    def loss(self, outputs: Array, labels: Array) -> Array:
+        raise NotImplementedError
+
+    def reg(self, z_local: Array, z_global: Array) -> Array:
+        return jnp.mean(jnp.sum((z_local - z_global) ** 2, axis=-1))
+
+    def bind(self, params):
+        try:
+            u, v = self.split(params)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{type(self).__name__}.split must return (extractor, head) of the parameters: {first_line(error)}"
+            ) from error
+        return super().bind((u, v))
+
+    def local_loss(self, u, v, sample: Sample):
+        inputs, labels = sample.batch
+        z = self.features(self.tree(0, u), inputs, sample.key)
+        return self.loss(self.head(self.tree(1, v), z), labels)
+
+    def distance(self, u, center, sample: Sample):
+        inputs, _ = sample.batch
+        represent = lambda vector: self.features(self.tree(0, vector), inputs, sample.key)
+        return self.reg(represent(u), represent(center))
+
+    @oracle("GRAD")
+    def grad_head(self, u, v, sample: Sample):
+        return jax.grad(self.local_loss, 1)(u, v, sample)
+
+    @oracle("GRAD")
+    def grad_extractor(self, u, v, sample: Sample):
+        return jax.grad(self.local_loss, 0)(u, v, sample)
+
+    @oracle("GRAD")
+    def grad_distance(self, u, center, sample: Sample):
+        """dH/du_k, with the common representation as a constant."""
+        return jax.grad(self.distance, 0)(u, lax.stop_gradient(center), sample)
+
+    @oracle("GRAD")
+    def grad_center(self, u, center, sample: Sample):
+        """dH/du_0, with the client's representation as a constant: what a client uploads."""
+        return jax.grad(self.distance, 1)(lax.stop_gradient(u), center, sample)
+
+    def functions(self, params, key):
+        u, v = (self.tree(i, p) for i, p in enumerate(params))
+        yield "features", 2, lambda batch: self.features(u, batch[0], key)
+        yield "loss", 0, lambda batch: self.loss(self.head(v, self.features(u, batch[0], key)), batch[1])
+        yield "reg", 0, lambda batch: self.reg(self.features(u, batch[0], key), self.features(u, batch[0], key))
+
+    def metrics(self, server, client, data, fed):
+        u = server.u if client.u is None else client.u
+        v = server.v if client.v is None else client.v
+        return {"loss": fed.mean(data.average(lambda batch: self.local_loss(u, v, Sample(batch, fed.key))))}
+
+
+# ------------------------------------------------------------------------------------------------- P6 minimax
+
+
+@struct
+class Minimax(Problem):
+    """min_x max_alpha mean_k value_k(x, alpha).  Subclasses define value(x, alpha, batch, key), perhaps project_alpha.
+
+    `group_risks(x, batch, key) -> (risks, counts)` serves methods that reweigh groups.
+    """
+
+    family: ClassVar[str] = "minimax"
+    variables: ClassVar[tuple[str, ...]] = ("x", "alpha")
+
+    def value(self, x: PyTree, alpha: PyTree, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def project_alpha(self, alpha: PyTree) -> PyTree:
+        return alpha
+
+    def group_risks(self, x: PyTree, batch: PyTree, key: Array) -> tuple[Array, Array]:
+        raise UserError(f"{type(self).__name__} has no group_risks; methods that reweigh groups need it.")
+
+    def feasible_alpha(self, alpha: Array) -> Array:
+        if type(self).project_alpha is Minimax.project_alpha:
+            return alpha
+        return self.layouts[1].flatten(self.project_alpha(self.tree(1, alpha)))
+
+    def value_flat(self, x, alpha, sample: Sample):
+        return self.value(self.tree(0, x), self.tree(1, alpha), sample.batch, sample.key)
+
+    @oracle("GRAD")
+    def gradients(self, x, alpha, sample: Sample):
+        """(dF/dx, dF/dalpha): one reverse pass."""
+        return jax.grad(self.value_flat, (0, 1))(x, alpha, sample)
+
+    @oracle("VAL")
+    def risks(self, x, sample: Sample):
+        return self.group_risks(self.tree(0, x), sample.batch, sample.key)
+
+    def functions(self, params, key):
+        x, alpha = (self.tree(i, v) for i, v in enumerate(params))
+        yield "value", 0, lambda batch: self.value(x, alpha, batch, key)
+
+    def metrics(self, server, client, data, fed):
+        value = lambda batch: self.value_flat(server.x, server.alpha, Sample(batch, fed.key))
+        return {"value": fed.mean(data.average(value))}
+
+
+# ------------------------------------------------------------------------------------------------- P7 constrained
+
+
+@struct
+class Constrained(Problem):
+    """min_x mean_k objective_k(x)  s.t.  mean_k constraints_k(x) <= 0.
+
+    Subclasses define objective(x, batch, key) and constraints(x, batch, key) -> vector; `constraint(x, j, batch, key)`
+    may be overridden where one entry is cheaper than all.
+    """
+
+    family: ClassVar[str] = "constrained"
+
+    def objective(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def constraints(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        raise NotImplementedError
+
+    def constraint(self, x: PyTree, j: Array, batch: PyTree, key: Array) -> Array:
+        return self.constraints(x, batch, key)[j]
+
+    @oracle("GRAD")
+    def grad_objective(self, x, sample: Sample):
+        return jax.grad(lambda x: self.objective(self.tree(0, x), sample.batch, sample.key))(x)
+
+    @oracle("VAL")
+    def constraint_values(self, x, sample: Sample):
+        return self.constraints(self.tree(0, x), sample.batch, sample.key)
+
+    @oracle("GRAD")
+    def grad_constraint(self, x, j, sample: Sample):
+        """(value, gradient) of constraint j."""
+        return jax.value_and_grad(lambda x: self.constraint(self.tree(0, x), j, sample.batch, sample.key))(x)
+
+    def functions(self, params, key):
+        x = self.tree(0, params[0])
+        yield "objective", 0, lambda batch: self.objective(x, batch, key)
+        yield "constraints", 1, lambda batch: self.constraints(x, batch, key)
+
+    def metrics(self, server, client, data, fed):
+        x = self.tree(0, server.x)
+        both = lambda batch: (self.objective(x, batch, fed.key), self.constraints(x, batch, fed.key))
+        objective, constraints = fed.mean(data.average(both))
+        return {"objective": objective, "violation": jnp.maximum(constraints, 0).max()}
+
+
+# ------------------------------------------------------------------------------------------------- adapters
+
+# A problem of one class seen as one of a wider class, without touching the user's code: a solver of the wider class
+# then serves it. Each adapter holds the problem it wraps.
+
+
+def batch_of_one(row: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: a[None], row)
+
+
+@struct
+class SingleAsConditional(Conditional):
+    """P1 as P4: the inner function is x itself and the outer one the loss."""
+
+    problem: SingleLevel
+
+    def sample_inner(self, data, xi, key, count):
+        return jnp.zeros(count)
+
+    def inner(self, x, xi, eta, key):
+        return self.layouts[0].flatten(x)
+
+    def outer(self, y, xi, key):
+        return self.problem.loss(self.layouts[0].unflatten(y), batch_of_one(xi), key)
+
+
+@struct
+class LocalCompositionAsConditional(Conditional):
+    """P3-local as P4: one outer sample, inner samples drawn independently of it."""
+
+    problem: Compositional
+
+    def sample_inner(self, data, xi, key, count):
+        return data.draw_rows(key, count)
+
+    def inner(self, x, xi, eta, key):
+        return self.problem.inner(x, batch_of_one(eta), key)
+
+    def outer(self, y, xi, key):
+        return self.problem.outer(y, batch_of_one(xi), key)
+
+    def composite(self, x, xi, etas, key):
+        return super().composite(x, xi, etas, key) + self.problem.extra(x, batch_of_one(xi), key)
+
+
+@struct
+class CompositionAsBilevel(Bilevel):
+    """P3-global as P2-global: the lower problem min_y 1/2 ||y - inner(x)||^2 is solved by the averaged inner value."""
+
+    problem: Compositional
+    scope: str = setting("one lower problem for all", default="global", choices=("global", "local"), static=True)
+
+    def upper(self, x, y, batch, key):
+        return self.problem.extra(x, batch, key) + self.problem.outer(y, batch, key)
+
+    def lower(self, x, y, batch, key):
+        return 0.5 * jnp.sum((y - self.problem.inner(x, batch, key)) ** 2)
+
+    def project_y(self, y):
+        return self.problem.project_y(y)
+
+    def project_x(self, x):
+        return self.problem.project_x(x)
+
+
+@struct
+class MinimaxAsBilevel(Bilevel):
+    """P6 with a strongly concave inner maximum as P2-global: the lower objective is minus the value."""
+
+    problem: Minimax
+    scope: str = setting("one lower problem for all", default="global", choices=("global",), static=True)
+
+    def upper(self, x, y, batch, key):
+        return self.problem.value(x, y, batch, key)
+
+    def lower(self, x, y, batch, key):
+        return -self.problem.value(x, y, batch, key)
+
+    def project_x(self, x):
+        return self.problem.project_x(x)
+
+    def project_y(self, y):
+        return self.problem.project_alpha(y)
+
+
+@struct
+class NaiveComposition(SingleLevel):
+    """Not an inclusion but the usual mistake: every client composes the outer function with its *own* inner one.
+
+    It is what plain averaging of losses does to a composition, kept as the negative control of the demonstrations.
+    """
+
+    problem: Compositional
+
+    def loss(self, x, batch, key):
+        return self.problem.extra(x, batch, key) + self.problem.outer(self.problem.inner(x, batch, key), batch, key)

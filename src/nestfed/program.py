@@ -1,0 +1,226 @@
+"""How a client's round is laid out, for all engines alike: keys by meaning, independent draws, steps in order.
+
+A step is pure, so *to resume it is to run it again with the answers known so far*: `attempt` does that. The message
+engine lives on it, and so does the simulator where it runs clients one after the other.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax import lax
+from jax.random import bernoulli, bits, fold_in
+
+from nestfed.core import Algorithm, Array, ClientRows, Cohort, Fed, PyTree, Sample, Task, UserError, everything, fold
+
+# Streams of random numbers. A key is folded from (seed, stream, round, client id, step, draw), never split by a size
+# or a position: adding a client, changing the cohort or the chunking of a run changes nobody else's numbers.
+INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS = range(7)
+
+_FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes 2 j and 2 j + 1
+
+
+class Exchange(NamedTuple):
+    """The two words by which a client reaches the others; every engine supplies its own."""
+
+    mean: Callable[[PyTree], PyTree]
+    gather: Callable[[PyTree, Callable, Array], PyTree]  # the last argument is the step's shared key, for `reply`
+
+
+class Seat(NamedTuple):
+    """One client's place in a round."""
+
+    position: Array  # in the task
+    id: Array  # names the client in random draws
+    slot: Array  # in the cohort
+    weight: Array  # zero: dropped out
+
+
+class Call(NamedTuple):
+    """What a client needs to run a step of a round; the same for all clients of the cohort."""
+
+    key: Array  # of the run
+    round: Array  # counted from 0; -1 is the start
+    server: Any
+    share: Array
+
+
+class Step(NamedTuple):
+    """One entry of a round's program."""
+
+    phase: int  # index in schedule(), or INITIALISE
+    index: Array  # within the round
+    sync: bool
+
+
+INITIALISE = -1
+
+
+class Ask(Exception):
+    """Raised inside a step when the answer to a question has not arrived yet."""
+
+    def __init__(self, tree: PyTree, reply: Callable | None):
+        self.tree, self.reply = tree, reply  # reply: None for a mean
+
+
+def steps_per_round(algorithm: Algorithm) -> int:
+    return sum(repeats for _, repeats, _ in algorithm.schedule())
+
+
+def take_step(
+    algorithm: Algorithm,
+    task: Task,
+    step: Step,
+    state: Any,
+    data: ClientRows,
+    seat: Seat,
+    call: Call,
+    exchange: Exchange,
+) -> Any:
+    """One step of one client (or its init), with the engine's words for reaching the others."""
+    initial = step.phase == INITIALISE
+    stream = INIT if initial else BATCH
+    key = fold(call.key, stream, call.round + 1, seat.id, step.index)
+    common_key = shared_key(call, step.index)
+    fed = Fed(
+        **speaking(exchange, common_key),
+        sync=step.sync,
+        t=jnp.maximum(call.round, 0) * steps_per_round(algorithm) + step.index,
+        step=step.index,
+        server=call.server,
+        key=fold_in(key, _FED_KEY),
+        shared_key=common_key,
+        share=call.share,
+        own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[seat.position],
+    )
+    draw = draws(task, data, key)
+    if initial:
+        return algorithm.init(task.problem, task.start(data), draw, fed)
+    return algorithm.schedule()[step.phase][0](task.problem, state, draw, fed)
+
+
+def run_round(
+    algorithm: Algorithm, task: Task, client: Any, seat: Seat, call: Call, exchange: Exchange
+) -> tuple[Any, Any]:
+    """(State after the round, State before its last step), where the exchange can answer within the program."""
+    data = task.data.client(seat.position)
+    state, index = algorithm.begin(call.server, client), 0
+    before = state
+    for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
+        take = lambda j, s: take_step(algorithm, task, Step(phase, j, sync), s, data, seat, call, exchange)
+        before = state
+        if repeats == 1:
+            state = take(index, state)
+        elif repeats > 1:
+            state = lax.fori_loop(index, index + repeats, take, state)
+        index += repeats
+    return state, before
+
+
+def draws(task: Task, data: ClientRows, key: Array) -> Callable[[Any], Sample]:
+    """draw(0), draw(1), ... are the independent batches of one step; the same index is the same batch."""
+    known: dict[int, Sample] = {}
+    level = _trace_level()
+
+    def draw(j) -> Sample:
+        if j in known if isinstance(j, int) else False:
+            return known[j]
+        sample = Sample(task.sample(data, fold_in(key, 2 * j)), fold_in(key, 2 * j + 1))
+        if isinstance(j, int) and _trace_level() == level:  # a value made inside a loop may not leave it
+            known[j] = sample
+        return sample
+
+    return draw
+
+
+def _trace_level():
+    return jax.extend.core.get_opaque_trace_state(convention="flax")
+
+
+def shared_key(call: Call, index: Array) -> Array:
+    """The key of a step that all clients know."""
+    return fold(call.key, SHARED, call.round + 1, index)
+
+
+def speaking(exchange: Exchange, key: Array) -> dict[str, Callable]:
+    """The words of an exchange as the fields of Fed, refused inside a loop: there they could not be deployed."""
+    level = _trace_level()
+
+    def check():
+        if _trace_level() != level:
+            raise UserError(
+                "fed.mean or fed.gather was called inside a loop or transformation of a step; such an exchange cannot be "
+                "deployed. Give the loop its own entry in schedule() instead."
+            )
+
+    def mean(tree):
+        check()
+        return exchange.mean(tree)
+
+    def gather(tree, reply=everything):
+        check()
+        return exchange.gather(tree, reply, key)
+
+    return {"mean": mean, "gather": gather}
+
+
+# ------------------------------------------------------------------------------------------------- replay
+
+
+def replay(answers: Sequence[PyTree]) -> Exchange:
+    """An exchange that knows the first answers of a step and raises Ask for the next one."""
+    remaining = iter(answers)
+
+    def mean(tree):
+        for answer in remaining:
+            return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(answer))
+        raise Ask(tree, None)
+
+    def gather(tree, reply, key):
+        for answer in remaining:
+            return answer
+        raise Ask(tree, reply)
+
+    return Exchange(mean, gather)
+
+
+def weighted_mean(values: PyTree, weights: Array) -> PyTree:
+    """Mean over the leading axis. Clients of weight zero are left out: even a NaN of theirs does not spread."""
+    total = weights.sum()
+
+    def leaf(a):
+        shape = (-1,) + (1,) * (a.ndim - 1)
+        w = weights.astype(a.dtype).reshape(shape)
+        return jnp.where(w > 0, w * a, 0).sum(0) / jnp.where(total > 0, total, 1).astype(a.dtype)
+
+    return jax.tree.map(leaf, values)
+
+
+# ------------------------------------------------------------------------------------------------- who takes part
+
+
+def choose_cohort(task: Task, key: Array, round: Array, size: int | None, dropout: Array | None) -> Seat:
+    """The seats of a round. Clients are picked by smallest random priority, keyed by client id: a larger cohort
+    contains the smaller one, and a new client displaces at most one. Dropped clients get weight zero."""
+    ids, weights = jnp.asarray(task.data.ids), jnp.asarray(task.weights)
+    positions = jnp.arange(task.clients)
+    if size is not None and size < task.clients:
+        priority = jax.vmap(lambda i: bits(fold(key, COHORT, round, i), (), "uint32"))(ids)
+        # Order of the task within the cohort, so that a full cohort is the task's own order.
+        positions = jnp.sort(jnp.argsort(priority)[:size])
+    ids, weights = ids[positions], weights[positions]
+    if dropout is not None:
+        alive = jax.vmap(lambda i: bernoulli(fold(key, DROPOUT, round, i), 1.0 - dropout))(ids)
+        weights = jnp.where(alive, weights, 0)
+    return Seat(positions, ids, jnp.arange(positions.size), weights)
+
+
+def all_seats(task: Task) -> Seat:
+    positions = jnp.arange(task.clients)
+    return Seat(positions, jnp.asarray(task.data.ids), positions, jnp.asarray(task.weights))
+
+
+def cohort_of(seats: Seat) -> Cohort:
+    return Cohort(seats.id, seats.weight > 0)

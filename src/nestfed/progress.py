@@ -1,0 +1,38 @@
+"""The progress bar of a run: rounds per second, current metrics, time left."""
+
+import sys
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+
+class Progress:
+    """Show a bar on standard error if `show` says so; `None` means: if a person is looking."""
+
+    def __init__(self, title: str, total: int, done: int, show: bool | None):
+        self._bar = None
+        if sys.stderr.isatty() if show is None else show:
+            columns = [
+                SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), TextColumn("{task.fields[values]}"),
+            ]  # fmt: skip
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task(title, total=total, completed=done, speed="compiling", values="")
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int, rounds_per_second: float, values: dict[str, Any]) -> None:
+        if self._bar:
+            speed = f"{rounds_per_second:,.1f} rounds/s"
+            shown = "  ".join(f"{name} {float(v):.4g}" for name, v in values.items() if np.ndim(v) == 0)
+            self._bar.update(self._task, completed=done, speed=speed, values=shown)

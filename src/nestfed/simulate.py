@@ -1,0 +1,303 @@
+"""Simulation: whole runs on one machine.
+
+start, advance      the bare state machine: a `Run`, and one program that carries it over some rounds
+simulate            one run to its end: progress, checkpoints, divergence, history
+sweep (sweep.py)    many settings x many seeds side by side in one program
+"""
+
+import dataclasses
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nestfed import checkpoint as checkpoints
+from nestfed import engine
+from nestfed.border import as_key, check_positive, make_plan
+from nestfed.core import Algorithm, Array, PyTree, Task, UserError
+from nestfed.engine import Plan, Run, begin_all, collective, finite
+from nestfed.history import History
+from nestfed.program import Call, Exchange, Step, choose_cohort, take_step
+from nestfed.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run leaves: the state, the history of metrics, who took part, and the output rule's choice."""
+
+    algorithm: Algorithm
+    task: Task
+    run: Run
+    history: dict[str, np.ndarray]  # "round" and the metrics, one entry per evaluation; round 0 is the start
+    participants: np.ndarray  # clients that took part, one entry per round
+
+    @property
+    def server(self) -> Any:
+        return self.run.server
+
+    @property
+    def clients(self) -> Any:
+        return self.run.clients
+
+    @property
+    def output(self) -> Any:
+        """The server state chosen by the output rule."""
+        return self.run.server if self.run.output is None else self.run.output.server
+
+    def params(self, variable: str = "x") -> PyTree:
+        """A shared variable of the output, as the user's own parameter tree."""
+        names = self.task.problem.variables
+        if variable not in names or getattr(self.output, variable, None) is None:
+            raise UserError(f"{type(self.algorithm).__name__} keeps no {variable!r} on the server.")
+        return self.task.problem.tree(names.index(variable), getattr(self.output, variable))
+
+
+class Diverged(RuntimeError):
+    """A value became non-finite. `result` holds the last finite state and the history up to it."""
+
+    def __init__(self, message: str, result: Result, *, round: int, field: str, client: int | None):
+        super().__init__(message)
+        self.result, self.round, self.field, self.client = result, round, field, client
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C: `result` holds the run as far as it came; a checkpoint was written if a path was given."""
+
+    def __init__(self, message: str, result: Result):
+        super().__init__(message)
+        self.result = result
+
+
+def start(algorithm: Algorithm, task: Task, seed: Any = 0, **options: Any) -> Run:
+    """The run before its first round. Options are those of `simulate` that shape the state."""
+    plan, _ = make_plan(algorithm, task, **options)
+    return engine.start(algorithm, task, as_key(seed), plan)
+
+
+def advance(
+    algorithm: Algorithm, task: Task, seed: Any, run: Run, *, rounds: int, dropout: float = 0.0, **options: Any
+) -> tuple[Run, dict[str, np.ndarray]]:
+    """Carry a run over some rounds: (run, history of these rounds). Cutting a run into pieces changes no number."""
+    plan, rate = make_plan(algorithm, task, dropout=dropout, **options)
+    check_positive("rounds", rounds)
+    first = int(run.round)
+    run, rows = engine.advance(algorithm, task, as_key(seed), run, first, rounds, rate, plan, capacity=rounds)
+    history = History()
+    history.extend(rows, first, rounds, plan.evaluate_every)
+    return run, history.arrays()
+
+
+def evaluate(algorithm: Algorithm, task: Task, run: Run, seed: Any = 0, **options: Any) -> dict[str, np.ndarray]:
+    """The metrics of a run as it is now."""
+    plan, _ = make_plan(algorithm, task, **options)
+    return {name: np.asarray(v) for name, v in engine.evaluate(algorithm, task, as_key(seed), run, plan).items()}
+
+
+def simulate(
+    algorithm: Algorithm,
+    task: Task,
+    seed: Any = 0,
+    *,
+    rounds: int,
+    cohort: int | float | None = None,
+    dropout: float = 0.0,
+    evaluate_every: int = 1,
+    metrics: Callable | None = None,
+    output: str = "last",
+    select: str | None = None,
+    unsynced: bool = False,
+    client_axis: str = "auto",
+    client_chunk: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+) -> Result:
+    """Run an algorithm on a task.
+
+    seed              a whole number, or a JAX key (of a faster generator, say: `jax.random.key(0, impl="unsafe_rbg")`;
+                      numbers then depend on who else is in the cohort)
+    cohort            clients per round: a number, a fraction (0.1), or None for all
+    dropout           probability that a chosen client fails to take part in a round
+    evaluate_every    rounds between two evaluations; the start and the end are always evaluated
+    metrics           more metrics: a client program (task, server, client, data, fed) -> dict (see `diagnostics`)
+    output            which iterate `Result.output` is: "last", "average", "random", or "best" by the metric `select`
+                      (smallest value; use one computed on validation data)
+    unsynced          keep each client's state before the last step of its round, for diagnostics of client drift
+    client_axis       "vmap" (clients side by side), "map" (client after client, `client_chunk` at a time), or "auto"
+    checkpoint        a file that holds the run from time to time (or every `checkpoint_every` rounds), at the end, and
+                      when the run is interrupted or diverges; `resume=True` goes on from it, bit for bit
+    progress          show a progress bar; None: if standard error is a terminal
+
+    Raises Diverged when a value becomes non-finite, with the last finite state.
+    """
+    plan, rate = make_plan(
+        algorithm, task, cohort=cohort, dropout=dropout, evaluate_every=evaluate_every, metrics=metrics, output=output,
+        select=select, unsynced=unsynced, client_axis=client_axis, client_chunk=client_chunk,
+    )  # fmt: skip
+    check_positive("rounds", rounds)
+    if checkpoint_every is not None:
+        check_positive("checkpoint_every", checkpoint_every)
+        if checkpoint is None:
+            raise UserError("checkpoint_every was given without checkpoint; give the path of a file.")
+    key = as_key(seed)
+    path = None if checkpoint is None else Path(checkpoint)
+    names: dict[str, str] = {}
+    if path:
+        names = checkpoints.identity(
+            algorithm, task, key, cohort=plan.cohort, dropout=dropout, evaluate_every=evaluate_every, output=output,
+            select=select, unsynced=unsynced,
+        )  # fmt: skip
+        if path.exists() and not resume:
+            raise checkpoints.CheckpointError(
+                f"{path} exists. Give resume=True to go on from it, or another path; it was left as it is."
+            )
+
+    if path and path.exists():
+        like = jax.eval_shape(lambda: engine.start(algorithm, task, key, plan))
+        run, log = checkpoints.load(path, names, like)
+        history = History.restored(log)
+        if int(run.round) > rounds:
+            raise checkpoints.CheckpointError(
+                f"{path} has done {int(run.round)} rounds already, more than rounds={rounds}; it was left as it is."
+            )
+    else:
+        run, history = engine.start(algorithm, task, key, plan), History()
+        if int(run.diverged) >= 0:
+            raise _diagnosed(algorithm, task, key, run, rate, plan, history, saved=None)
+        history.add(0, engine.evaluate(algorithm, task, key, run, plan))
+
+    def save():
+        if path:
+            checkpoints.save(path, names, run, history.arrays())
+
+    def result():
+        return Result(algorithm, task, run, history.evaluations(), history.participants())
+
+    capacity = min(rounds, 1024)
+    piece, speed, saved_at = 1, 0.0, time.monotonic()
+    with Progress(type(algorithm).__name__, rounds, int(run.round), progress) as bar, _Interrupts() as interrupts:
+        while int(run.round) < rounds:
+            first = int(run.round)
+            length = min(piece, capacity, rounds - first)
+            if checkpoint_every:
+                length = min(length, checkpoint_every - first % checkpoint_every)
+            began = time.monotonic()
+            run, rows = jax.block_until_ready(
+                engine.advance(algorithm, task, key, run, first, length, rate, plan, capacity=capacity)
+            )
+            elapsed = time.monotonic() - began
+            done = int(run.round)
+            history.extend(rows, first, done - first, plan.evaluate_every)
+            if int(run.diverged) >= 0:
+                save()
+                raise _diagnosed(algorithm, task, key, run, rate, plan, history, saved=path)
+            speed = (done - first) / max(elapsed, 1e-9)
+            # The first piece includes compilation; then aim at half a second, for a lively bar and a prompt Ctrl-C.
+            piece = max(1, min(4 * piece, int(speed * 0.5)))
+            bar.update(done, speed, history.latest())
+            due = done % checkpoint_every == 0 if checkpoint_every else time.monotonic() - saved_at > 30
+            if path and done < rounds and (due or interrupts.pending):
+                save()
+                saved_at = time.monotonic()
+            if interrupts.pending:
+                kept = f" {path} holds it: go on with resume=True." if path else ""
+                raise Interrupted(f"interrupted after round {done} of {rounds}.{kept}", result())
+        if rounds % plan.evaluate_every and not history.has(rounds):
+            history.add(rounds, engine.evaluate(algorithm, task, key, run, plan))
+        save()
+    return result()
+
+
+class _Interrupts:
+    """Turn Ctrl-C into a flag while a run is going on, so that it stops between two pieces with a valid state."""
+
+    pending = False
+
+    def __enter__(self) -> "_Interrupts":
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, *_: Any) -> None:
+        if self.pending:
+            raise KeyboardInterrupt
+        self.pending = True
+
+    def __exit__(self, *_: Any) -> None:
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
+
+
+# ------------------------------------------------------------------------------------------------- divergence
+
+
+def _diagnosed(
+    algorithm: Algorithm, task: Task, key: Array, run: Run, dropout: Array, plan: Plan, history: History, saved: Path | None
+) -> Diverged:  # fmt: skip
+    """Repeat the failed round step by step from the last finite state, to say what went wrong first, and at whom."""
+    name, round = type(algorithm).__name__, int(run.diverged)
+    result = Result(algorithm, task, run, history.evaluations(), history.participants())
+    kept = f" The last finite state is in {saved}." if saved else ""
+    if not bool(finite((run.server, run.clients))):
+        field = _bad_field(run.server) or _bad_field(run.clients)
+        message = f"{name} starts from a non-finite {field}; check the data and the starting point."
+        return Diverged(message, result, round=0, field=field, client=None)
+
+    seats = choose_cohort(task, key, jnp.asarray(round), plan.cohort, dropout if plan.dropout else None)
+    present = np.asarray(seats.weight > 0)
+    call = Call(key, jnp.asarray(round), run.server, jnp.asarray(present.sum() / task.clients))
+    clients = jax.tree.map(lambda a: a[seats.position], run.clients)
+    states = begin_all(algorithm, run.server, clients, seats.slot.size)
+    index = 0
+    for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
+        watched = jax.jit(functools.partial(_watched_step, algorithm, task, phase, sync, call))
+        for _ in range(repeats):
+            states, spoke_well = watched(index, states, seats)
+            healthy = np.asarray(jax.vmap(finite)(states))
+            # Who sent something non-finite, or else, who became non-finite alone.
+            guilty = np.flatnonzero(present & ~np.asarray(spoke_well))
+            fallen = np.flatnonzero(present & ~healthy)
+            if not guilty.size and fallen.size < present.sum():
+                guilty = fallen
+            if guilty.size or fallen.size:
+                slot = int(guilty[0] if guilty.size else fallen[0])
+                field = _bad_field(jax.tree.map(lambda a: a[slot], states)) or "what it sends"
+                client = int(seats.id[slot]) if guilty.size else None
+                who = f", first at client {client}" if client is not None else ""
+                message = (
+                    f"{name} diverged in round {round}, local step {index}: {field} became non-finite{who}. Use a smaller "
+                    f"step size, or look at that client's data.{kept}"
+                )
+                return Diverged(message, result, round=round, field=field, client=client)
+            index += 1
+    raise AssertionError("the round that diverged did not diverge when repeated")
+
+
+def _watched_step(algorithm, task, phase, sync, call, index, states, seats):
+    """One step of all clients side by side: (states, did each client send finite values only?)."""
+
+    def one_client(state, seat):
+        together, well = collective(seat), [jnp.asarray(True)]
+        mean = lambda tree: (well.append(finite(tree)), together.mean(tree))[1]
+        gather = lambda tree, reply, key: (well.append(finite(tree)), together.gather(tree, reply, key))[1]
+        data = task.data.client(seat.position)
+        step = Step(phase, index, sync)
+        state = take_step(algorithm, task, step, state, data, seat, call, Exchange(mean, gather))
+        return state, jnp.stack(well).all()
+
+    return jax.vmap(one_client, axis_name="clients")(states, seats)
+
+
+def _bad_field(state: Any) -> str | None:
+    """The first field with a non-finite value."""
+    fields = zip(state._fields, state, strict=True)
+    return next((name for name, value in fields if value is not None and not bool(finite(value))), None)
