@@ -24,3 +24,34 @@ from nestfed.simulate import Diverged, Interrupted, Result, advance, evaluate, s
 from nestfed.sweep import Sweep, sweep
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "ClientRows",
+    "Diverged",
+    "Fed",
+    "Interrupted",
+    "Local",
+    "PowerDecay",
+    "Result",
+    "Rows",
+    "Run",
+    "Sample",
+    "Schedule",
+    "Scratch",
+    "Shared",
+    "Sweep",
+    "Task",
+    "UserError",
+    "advance",
+    "at",
+    "evaluate",
+    "make",
+    "setting",
+    "simulate",
+    "start",
+    "static",
+    "struct",
+    "sweep",
+]

@@ -29,6 +29,7 @@ from nestfed.program import (
     Step,
     choose_cohort,
     replay,
+    seated,
     shared_key,
     take_step,
     weighted_mean,
@@ -67,7 +68,7 @@ def _attempt(algorithm: Algorithm, task: Task, phase: int, sync: bool, index, st
     seat = Seat(jnp.asarray(0), jnp.asarray(task.data.ids)[0], jnp.asarray(0), jnp.ones(()))
     try:
         step = Step(phase, index, sync)
-        return {"done": take_step(algorithm, task, step, state, task.data.client(0), seat, call, replay(answers))}
+        return {"done": take_step(algorithm, task, step, state, seated(task, seat, call), call, replay(answers))}
     except Ask as ask:
         return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
 
@@ -124,7 +125,9 @@ class Node:
         if ticket.round == START:
             return 0, None, []
         if "client" not in self.store:
-            raise ProtocolError(f"round {ticket.round} was asked of a node that has not started; send round {START} first.")
+            raise ProtocolError(
+                f"round {ticket.round} was asked of a node that has not started; send round {START} first."
+            )
         # A round asked again (the server went back to its checkpoint) starts from the state before it.
         again = self._numbers("client")[0] >= ticket.round
         if again and ("client before" not in self.store or self._numbers("client before")[0] >= ticket.round):
@@ -155,7 +158,9 @@ class Node:
                 state = jax.eval_shape(lambda: self.algorithm.begin(ticket.server, self._local("client")))
             for k, (phase, sync) in enumerate(program_of(self.algorithm, ticket.round)):
                 structures.append(jax.tree.structure(state))
-                state = jax.eval_shape(functools.partial(_alone, self.algorithm, self.task, Step(phase, k, sync), call), state)
+                state = jax.eval_shape(
+                    functools.partial(_alone, self.algorithm, self.task, Step(phase, k, sync), call), state
+                )
             self._structures[initial] = structures
         return self._structures[initial][index]
 
@@ -182,7 +187,7 @@ def _alone(algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any)
         gather=lambda tree, reply, key: reply(first(tree), Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), 0, key),
     )
     seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
-    return take_step(algorithm, task, step, state, task.data.client(0), seat, call, exchange)
+    return take_step(algorithm, task, step, state, seated(task, seat, call), call, exchange)
 
 
 def without_rows(task: Task) -> Task:
@@ -243,7 +248,9 @@ class Server:
         """(what the server itself learns from an exchange, the answer to each client)."""
         present = sorted(answering)
         values = [np.stack([answering[i][leaf] for i in present]) for leaf in range(len(answering[present[0]]))]
-        state = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), state)
+        state = jax.tree.map(
+            lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), state
+        )
         common, replies = _server_answer(
             self.algorithm, self.task, phase, sync, jnp.asarray(index), state, call, known, values,
             jnp.asarray(present, jnp.int32), jnp.asarray([weights[i] for i in present], float),
@@ -255,9 +262,13 @@ class Server:
 
     def _hidden_client(self) -> Any:
         call = Call(self.key, jnp.asarray(START), None, jnp.ones(()))
-        first = jax.eval_shape(functools.partial(_alone, self.algorithm, self.task, Step(INITIALISE, 0, True), call), None)
+        first = jax.eval_shape(
+            functools.partial(_alone, self.algorithm, self.task, Step(INITIALISE, 0, True), call), None
+        )
         _, client = self.algorithm.split(first)
-        return jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), client)
+        return jax.tree.map(
+            lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), client
+        )
 
     def _shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]]) -> Any:
         steps = tuple(program_of(self.algorithm, round))
@@ -279,15 +290,23 @@ def _server_answer(algorithm, task, phase, sync, index, state, call, known, valu
     """(common answer, one answer per client or None) to the question that this step asks next."""
     seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
     try:
-        take_step(algorithm, task, Step(phase, index, sync), state, task.data.client(0), seat, call, replay(known))
+        take_step(
+            algorithm,
+            task,
+            Step(phase, index, sync),
+            state,
+            seated(task, seat, call),
+            call,
+            replay(known),
+        )
     except Ask as ask:
-        tree = jax.tree.unflatten(jax.tree.structure(ask.tree), values)
-        if ask.reply is None:
+        reply, tree = ask.reply, jax.tree.unflatten(jax.tree.structure(ask.tree), values)
+        if reply is None:
             return jax.tree.leaves(weighted_mean(tree, weights)), None
-        if ask.reply is everything:
+        if reply is everything:
             return values, None
         key, cohort = shared_key(call, index), Cohort(ids, weights > 0)
-        replies = jax.vmap(lambda slot: ask.reply(tree, cohort, slot, key))(jnp.arange(ids.size))
+        replies = jax.vmap(lambda slot: reply(tree, cohort, slot, key))(jnp.arange(ids.size))
         # Each reply is one client's own: the server's replay must do without it.
         unknown = jax.tree.map(lambda a: jnp.full(a.shape[1:], jnp.nan, a.dtype), replies)
         return jax.tree.leaves(unknown), jax.tree.leaves(replies)
@@ -304,7 +323,13 @@ def _server_replay(algorithm, task, steps, server, client, call, log):
 
 
 def deploy(
-    algorithm: Algorithm, task: Task, seed: Any = 0, *, rounds: int, cohort: int | float | None = None, dropout: float = 0.0
+    algorithm: Algorithm,
+    task: Task,
+    seed: Any = 0,
+    *,
+    rounds: int,
+    cohort: int | float | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Any, Any]:
     """All nodes and the server in this process: (server, clients) as `simulate` has them."""
     check_match(algorithm, task)

@@ -22,6 +22,7 @@ from nestfed.program import (
     OUTPUT,
     Ask,
     Call,
+    Client,
     Exchange,
     Seat,
     Step,
@@ -30,6 +31,7 @@ from nestfed.program import (
     cohort_of,
     replay,
     run_round,
+    seated,
     shared_key,
     speaking,
     take_step,
@@ -142,9 +144,7 @@ def start_all(algorithm: Algorithm, task: Task, key: Array, plan: Plan):
     step = Step(INITIALISE, 0, True)
 
     def init(seat, exchange):
-        return algorithm.split(
-            take_step(algorithm, task, step, None, task.data.client(seat.position), seat, call, exchange)
-        )
+        return algorithm.split(take_step(algorithm, task, step, None, seated(task, seat, call), call, exchange))
 
     seats = all_seats(task)
     if plan.chunk is None:
@@ -168,25 +168,28 @@ def _round_in_chunks(algorithm: Algorithm, task: Task, clients: Any, seats: Seat
     """The same round client after client: phases without an exchange in one go, the others in passes."""
     states = begin_all(algorithm, call.server, clients, seats.slot.size)
     before, index = states, 0
+    keys = jax.vmap(lambda seat: seated(task, seat, call).key)(seats)
     for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
         if repeats == 0:
             continue
         before = states
 
-        def take(j, state, seat, exchange):
-            data = task.data.client(seat.position)
-            return take_step(algorithm, task, Step(phase, j, sync), state, data, seat, call, exchange)
+        def take(j, mine, exchange):
+            state, seat, key = mine
+            client = Client(task.data.client(seat.position), seat, key)
+            return take_step(algorithm, task, Step(phase, j, sync), state, client, call, exchange)
 
-        if _exchanges(lambda: take(index, *jax.tree.map(lambda a: a[0], (states, seats)), replay([]))):
+        everyone = lambda s: (s, seats, keys)
+        if _exchanges(lambda: take(index, jax.tree.map(lambda a: a[0], everyone(states)), replay([]))):
             step = lambda j, s: _with_replays(
-                lambda pair, exchange: take(j, *pair, exchange), (s, seats), seats, shared_key(call, j), chunk
+                functools.partial(take, j), everyone(s), seats, shared_key(call, j), chunk
             )
             states = step(index, states) if repeats == 1 else lax.fori_loop(index, index + repeats, step, states)
         else:
-            whole_phase = lambda pair: lax.fori_loop(
-                index, index + repeats, lambda j, s: take(j, s, pair[1], replay([])), pair[0]
+            whole_phase = lambda mine: lax.fori_loop(
+                index, index + repeats, lambda j, s: take(j, (s, *mine[1:]), replay([])), mine[0]
             )
-            states = _in_chunks(whole_phase, (states, seats), chunk)
+            states = _in_chunks(whole_phase, everyone(states), chunk)
         index += repeats
     server, clients = algorithm.split(states)
     return jax.tree.map(lambda a: a[0], server), clients, before

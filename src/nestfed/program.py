@@ -38,6 +38,14 @@ class Seat(NamedTuple):
     weight: Array  # zero: dropped out
 
 
+class Client(NamedTuple):
+    """A client at work in a round."""
+
+    data: ClientRows
+    seat: Seat
+    key: Array  # its key of the round, made once (hashing is not free); steps and draws are folded into it
+
+
 class Call(NamedTuple):
     """What a client needs to run a step of a round; the same for all clients of the cohort."""
 
@@ -69,20 +77,17 @@ def steps_per_round(algorithm: Algorithm) -> int:
     return sum(repeats for _, repeats, _ in algorithm.schedule())
 
 
+def seated(task: Task, seat: Seat, call: Call) -> Client:
+    """The client at this seat, ready for a round."""
+    stream = INIT if call.server is None else BATCH
+    return Client(task.data.client(seat.position), seat, fold(call.key, stream, call.round + 1, seat.id))
+
+
 def take_step(
-    algorithm: Algorithm,
-    task: Task,
-    step: Step,
-    state: Any,
-    data: ClientRows,
-    seat: Seat,
-    call: Call,
-    exchange: Exchange,
+    algorithm: Algorithm, task: Task, step: Step, state: Any, client: Client, call: Call, exchange: Exchange
 ) -> Any:
     """One step of one client (or its init), with the engine's words for reaching the others."""
-    initial = step.phase == INITIALISE
-    stream = INIT if initial else BATCH
-    key = fold(call.key, stream, call.round + 1, seat.id, step.index)
+    key = fold_in(client.key, step.index)
     common_key = shared_key(call, step.index)
     fed = Fed(
         **speaking(exchange, common_key),
@@ -93,23 +98,23 @@ def take_step(
         key=fold_in(key, _FED_KEY),
         shared_key=common_key,
         share=call.share,
-        own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[seat.position],
+        own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.seat.position],
     )
-    draw = draws(task, data, key)
-    if initial:
-        return algorithm.init(task.problem, task.start(data), draw, fed)
+    draw = draws(task, client.data, key)
+    if step.phase == INITIALISE:
+        return algorithm.init(task.problem, task.start(client.data), draw, fed)
     return algorithm.schedule()[step.phase][0](task.problem, state, draw, fed)
 
 
 def run_round(
-    algorithm: Algorithm, task: Task, client: Any, seat: Seat, call: Call, exchange: Exchange
+    algorithm: Algorithm, task: Task, local: Any, seat: Seat, call: Call, exchange: Exchange
 ) -> tuple[Any, Any]:
     """(State after the round, State before its last step), where the exchange can answer within the program."""
-    data = task.data.client(seat.position)
-    state, index = algorithm.begin(call.server, client), 0
+    client = seated(task, seat, call)
+    state, index = algorithm.begin(call.server, local), 0
     before = state
     for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
-        take = lambda j, s: take_step(algorithm, task, Step(phase, j, sync), s, data, seat, call, exchange)
+        take = lambda j, s: take_step(algorithm, task, Step(phase, j, sync), s, client, call, exchange)
         before = state
         if repeats == 1:
             state = take(index, state)
@@ -180,7 +185,10 @@ def replay(answers: Sequence[PyTree]) -> Exchange:
 
     def gather(tree, reply, key):
         for answer in remaining:
-            return answer
+            alone = Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
+            first = jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
+            structure = jax.tree.structure(jax.eval_shape(lambda: reply(first, alone, 0, key)))
+            return jax.tree.unflatten(structure, jax.tree.leaves(answer))
         raise Ask(tree, reply)
 
     return Exchange(mean, gather)

@@ -24,7 +24,7 @@ from nestfed.border import as_key, check_positive, make_plan
 from nestfed.core import Algorithm, Array, PyTree, Task, UserError
 from nestfed.engine import Plan, Run, begin_all, collective, finite
 from nestfed.history import History
-from nestfed.program import Call, Exchange, Step, choose_cohort, take_step
+from nestfed.program import Call, Exchange, Step, choose_cohort, seated, take_step
 from nestfed.progress import Progress
 
 
@@ -289,9 +289,8 @@ def _watched_step(algorithm, task, phase, sync, call, index, states, seats):
         together, well = collective(seat), [jnp.asarray(True)]
         mean = lambda tree: (well.append(finite(tree)), together.mean(tree))[1]
         gather = lambda tree, reply, key: (well.append(finite(tree)), together.gather(tree, reply, key))[1]
-        data = task.data.client(seat.position)
         step = Step(phase, index, sync)
-        state = take_step(algorithm, task, step, state, data, seat, call, Exchange(mean, gather))
+        state = take_step(algorithm, task, step, state, seated(task, seat, call), call, Exchange(mean, gather))
         return state, jnp.stack(well).all()
 
     return jax.vmap(one_client, axis_name="clients")(states, seats)
