@@ -3,7 +3,10 @@
 import os
 from pathlib import Path
 
-import jax
+# Compilation dominates these tests: half of it is optimisation that tiny shapes do not need.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+import jax  # noqa: E402
 
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
 jax.config.update("jax_enable_x64", True)

@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from nestfed.core import Algorithm, Array, Task, UserError, validate
-from nestfed.engine import Plan, round_together, start_all
-from nestfed.program import Call, all_seats
+from nestfed.engine import Plan, collective, start_all
+from nestfed.program import INITIALISE, Call, Step, all_seats, run_round, seated, step_alone, take_step
 
 OUTPUTS = ("last", "average", "random", "best")
 
@@ -31,20 +30,37 @@ def check_positive(name: str, value: Any) -> None:
         raise UserError(f"{name}={value!r} was given; it must be a whole number, 1 or more.")
 
 
+def check_select(select: str | None, recorded: Any) -> None:
+    if select is not None and select not in recorded:
+        raise UserError(f"select={select!r}: there is no metric {select!r}; recorded are {', '.join(recorded)}.")
+
+
 def make_plan(
-    algorithm: Algorithm, task: Task, *, cohort: int | float | None = None, dropout: float = 0.0, evaluate_every: int = 1,
-    metrics: Callable | None = None, output: str = "last", select: str | None = None, unsynced: bool = False,
-    client_axis: str = "auto", client_chunk: int | None = None,
-) -> tuple[Plan, Array]:  # fmt: skip
+    algorithm: Algorithm,
+    task: Task,
+    *,
+    cohort: int | float | None = None,
+    dropout: float = 0.0,
+    evaluate_every: int | None = 1,
+    metrics: Callable | None = None,
+    output: str = "last",
+    select: str | None = None,
+    unsynced: bool = False,
+    client_axis: str = "auto",
+    client_chunk: int | None = None,
+) -> tuple[Plan, Array]:
     """Check everything that the user gave at the border, and fix the static part of the run: (plan, dropout)."""
     check_match(algorithm, task)
-    check_positive("evaluate_every", evaluate_every)
+    if evaluate_every is not None:
+        check_positive("evaluate_every", evaluate_every)
     if not 0.0 <= float(dropout) < 1.0:
         raise UserError(f"dropout={dropout!r} was given; it is a probability, at least 0 and below 1.")
     if output not in OUTPUTS:
         raise UserError(f"output={output!r} was given; use one of {', '.join(OUTPUTS)}.")
     if (output == "best") != (select is not None):
         raise UserError("output='best' goes with select=<name of a metric on validation data>, and only with it.")
+    if output == "best" and evaluate_every is None:
+        raise UserError("output='best' needs evaluations to choose by; give evaluate_every a number.")
     if client_axis not in ("auto", "vmap", "map"):
         raise UserError(f"client_axis={client_axis!r} was given; use 'auto', 'vmap' or 'map'.")
     if client_chunk is not None:
@@ -52,12 +68,19 @@ def make_plan(
     size = cohort_size(cohort, task.clients)
     seats = task.clients if size is None else size
     plan = Plan(
-        cohort=size, dropout=dropout > 0, evaluate_every=int(evaluate_every), metrics=metrics, output=output, select=select,
-        unsynced=unsynced, chunk=_chunk(client_axis, client_chunk, task, seats), mesh=None,
-    )  # fmt: skip
+        cohort=size,
+        dropout=dropout > 0,
+        evaluate_every=evaluate_every,
+        metrics=metrics,
+        output=output,
+        select=select,
+        unsynced=unsynced,
+        chunk=_chunk(client_axis, client_chunk, task, seats),
+        mesh=None,
+    )
     if plan.chunk is None:
         plan = plan._replace(mesh=_mesh(seats))
-    _check_contract(algorithm, task, plan)
+    check_contract(algorithm, task)
     return plan, jnp.asarray(float(dropout))
 
 
@@ -128,36 +151,70 @@ def _mesh(seats: int) -> Mesh | None:
     return jax.make_mesh((number,), ("clients",), axis_types=(AxisType.Auto,), devices=devices[:number])
 
 
-def _check_contract(algorithm: Algorithm, task: Task, plan: Plan) -> None:
-    """Trace one round without running it: a Shared field must depend on private values through exchanges only, and the
-    State must keep its structure, shapes and types."""
-    name = type(algorithm).__name__
-    key, side_by_side = jax.random.key(0), plan._replace(chunk=None, mesh=None)
+def check_contract(algorithm: Algorithm, task: Task) -> None:
+    """Trace a round without running it: a Shared field must depend on private values through exchanges only, exchanges
+    must not sit in loops, and a step must keep the shapes and types of the State."""
+    key = jax.random.key(0)
+    state = jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), _call(key, None), None))
+    server, client = algorithm.split(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state))
+    state = algorithm.begin(server, client)
+    for phase, (method, repeats, sync) in enumerate(algorithm.schedule()):
+        step = lambda s, phase=phase, sync=sync: step_alone(
+            algorithm, task, Step(phase, 0, sync), _call(key, server), s
+        )
+        for _ in range(min(repeats, 2)):  # the second turn of a loop must find what the first one found
+            before, state = state, jax.eval_shape(step, state)
+            _check_types(before, state, f"{type(algorithm).__name__}.{method.__name__}")
 
-    def begin():
-        server, clients = start_all(algorithm, task, key, side_by_side)
-        return jax.tree.map(lambda a: lax.convert_element_type(a, jnp.asarray(a).dtype), (server, clients))
-
-    def one_round(server, clients):
-        call = Call(key, jnp.asarray(0), server, jnp.ones(()))
-        return round_together(algorithm, task, clients, all_seats(task), call)[:2]
-
-    try:
-        before = jax.eval_shape(begin)
-        after = jax.eval_shape(one_round, *before)
-    except ValueError as error:
-        if "out_axes" not in str(error):
-            raise
+    # JAX refuses an output of the collective program that should be common to all clients and is not.
+    initial, begun = Step(INITIALISE, 0, True), _call(key, None)
+    start = lambda seat: take_step(algorithm, task, initial, None, seated(task, seat, begun), begun, collective(seat))
+    leak = _leaking_field(algorithm, start, all_seats(task))
+    if leak is None:
+        _, clients = jax.eval_shape(lambda: start_all(algorithm, task, key, Plan()))
+        seats = all_seats(task)
+        together = lambda pair: run_round(algorithm, task, *pair, _call(key, server), collective(pair[1]))[0]
+        leak = _leaking_field(algorithm, together, (clients, seats))
+    if leak is not None:
         raise UserError(
-            f"{name}: a Shared field of its State depends on one client's private values. Pass it through fed.mean in the "
-            "last step of the round, or declare the field Local."
-        ) from error
-    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=False):
-        if old.shape != new.shape or old.dtype != new.dtype:
-            field = jax.tree_util.keystr(path[1:])
-            raise UserError(
-                f"{name}: a round changes the State field {field} from {old.dtype}{list(old.shape)} to "
-                f"{new.dtype}{list(new.shape)}; a step must keep shapes and types (create with zeros_like)."
-            )
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise UserError(f"{name}: a round changes the structure of State; fields that come and go must be Scratch.")
+            f"{type(algorithm).__name__}: the Shared field {leak} of its State depends on one client's private values. Pass "
+            "it through fed.mean in the last step of the round, or declare it Local."
+        )
+
+
+def _leaking_field(algorithm: Algorithm, program: Callable, arguments: Any) -> str | None:
+    """The first Shared field of program's State that is not the same on all clients, as far as JAX can prove."""
+    pick = lambda state, names: [getattr(state, name) for name in names]
+    proven = lambda names: jax.vmap(lambda a: pick(program(a), names), out_axes=None, axis_name="clients")
+    shared = [name for name, kind in algorithm.kinds().items() if kind in ("shared", "server")]
+    for names in (shared, *([name] for name in shared)):
+        try:
+            jax.eval_shape(proven(names), arguments)
+        except ValueError as error:
+            if "out_axes" not in str(error):
+                raise
+            if len(names) == 1:
+                return names[0]
+        else:
+            if names is shared:
+                return None
+    return None
+
+
+def _call(key: Array, server: Any) -> Call:
+    return Call(key, jnp.asarray(-1 if server is None else 0), server, jnp.ones(()))
+
+
+def _check_types(before: Any, after: Any, where: str) -> None:
+    for name, old, new in zip(before._fields, before, after, strict=True):
+        if old is None:
+            continue
+        same = jax.tree.structure(old) == jax.tree.structure(new)
+        for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=same):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                raise UserError(
+                    f"{where} changes the State field {name} from {a.dtype}{list(a.shape)} to {b.dtype}{list(b.shape)}; a "
+                    "step must keep shapes and types (create values with zeros_like, never with 0.0 or a fixed dtype)."
+                )
+        if not same:
+            raise UserError(f"{where} changes the structure of the State field {name}; a step must keep it.")

@@ -83,10 +83,11 @@ def load(path: Path, identity: dict[str, str], like: PyTree) -> tuple[PyTree, di
     different = [name for name in identity | theirs if identity.get(name) != theirs.get(name)]
     if different:
         details = "; ".join(
-            "the task (its data, starting point or problem) differs" if name == "task"
+            "the task (its data, starting point or problem) differs"
+            if name == "task"
             else f"{name}: {theirs.get(name)} in the file, {identity.get(name)} now"
             for name in different
-        )  # fmt: skip
+        )
         raise CheckpointError(
             f"{path} belongs to another run ({details}). It was left as it is; give another checkpoint path, or the "
             "settings of that run."

@@ -23,6 +23,7 @@ PyTree = Any
 
 Shared = Annotated[Any, "shared"]  # a State field kept by the server; equal on all clients after a synchronisation
 Local = Annotated[Any, "local"]  # a State field that stays on the client from round to round and never leaves it
+Server = Annotated[Any, "server"]  # a State field of the server alone, such as an optimiser's memory: never sent
 Scratch = Annotated[Any, "scratch"]  # a State field that lives within one round: None at its start, dropped at its end
 
 
@@ -330,9 +331,13 @@ class Rows:
         as_index = lambda a: np.asarray(a, np.int32)
         largest = int(sizes.max())
         return cls(
-            columns=columns, offsets=as_index(offsets), sizes=as_index(sizes), ids=_ids(ids, sizes.size),
-            constants=constants, largest=largest,
-        )  # fmt: skip
+            columns=columns,
+            offsets=as_index(offsets),
+            sizes=as_index(sizes),
+            ids=_ids(ids, sizes.size),
+            constants=constants,
+            largest=largest,
+        )
 
     @property
     def clients(self) -> int:
@@ -342,9 +347,12 @@ class Rows:
         """The view of the client at this position; it may be a traced number."""
         mine = lambda tree: jax.tree.map(lambda a: jnp.asarray(a)[position], tree)
         return ClientRows(
-            columns=self.columns, offset=mine(self.offsets), size=mine(self.sizes), constants=mine(self.constants),
+            columns=self.columns,
+            offset=mine(self.offsets),
+            size=mine(self.sizes),
+            constants=mine(self.constants),
             largest=self.largest,
-        )  # fmt: skip
+        )
 
     def only(self, position: int) -> "Rows":
         """A pool with this client's rows and nobody else's: what a site holds in a deployment."""
@@ -352,9 +360,12 @@ class Rows:
         mine = lambda tree: jax.tree.map(lambda a: np.asarray(a)[position : position + 1], tree)
         return Rows(
             columns=jax.tree.map(lambda c: np.asarray(c)[start : start + size], self.columns),
-            offsets=np.zeros(1, np.int32), sizes=mine(self.sizes), ids=mine(self.ids), constants=mine(self.constants),
+            offsets=np.zeros(1, np.int32),
+            sizes=mine(self.sizes),
+            ids=mine(self.ids),
+            constants=mine(self.constants),
             largest=size,
-        )  # fmt: skip
+        )
 
     def reordered(self, order: Sequence[int]) -> "Rows":
         """The same clients at other positions; they keep their ids, so nobody's numbers change."""
@@ -433,7 +444,7 @@ class Algorithm:
 
     local_steps: int = setting("I: local steps per round", default=1, at_least=1, static=True)
 
-    State: ClassVar[Any]  # a NamedTuple whose fields are annotated Shared, Local or Scratch
+    State: ClassVar[Any]  # a NamedTuple whose fields are annotated Shared, Server, Local or Scratch
     family: ClassVar[str]  # the class of problem it solves: `Problem.family`
     scope: ClassVar[str | None] = None  # "local" or "global" where the family knows both
     uneven_steps: ClassVar[bool] = False  # can clients do different numbers of local steps?
@@ -447,29 +458,27 @@ class Algorithm:
     def begin(self, server: Any, client: Any) -> Any:
         """The State with which a client starts a round: the broadcast merged with what the client kept."""
         kinds = self.kinds()
-        return self.State(
-            **{
-                name: {"shared": shared, "local": local, "scratch": None}[kinds[name]]
-                for name, shared, local in zip(self.State._fields, server, client, strict=True)
-            }
-        )
+        source = lambda name, ours, own: {"local": own, "scratch": None}.get(kinds[name], ours)
+        fields = zip(self.State._fields, server, client, strict=True)
+        return self.State(**{name: source(name, ours, own) for name, ours, own in fields})
 
     def schedule(self) -> tuple[Phase, ...]:
         """The phases of a round, in order: (method, repeats, sync). Loops that exchange are phases."""
         return ((self.step, self.local_steps - 1, False), (self.step, 1, True))
 
     def kinds(self) -> dict[str, str]:
-        """Where each field of State lives: "shared", "local" or "scratch"."""
+        """Where each field of State lives: "shared", "server", "local" or "scratch"."""
         hints = typing.get_type_hints(self.State, include_extras=True)
         return {name: hints[name].__metadata__[0] for name in self.State._fields}
 
     def split(self, s: Any) -> tuple[Any, Any]:
         """State -> (server's part, client's part), each a State with None in the other's fields."""
+        return self.part(s, "shared", "server"), self.part(s, "local")
+
+    def part(self, s: Any, *chosen: str) -> Any:
+        """The State with None in all fields but those of the chosen kinds."""
         kinds = self.kinds()
-        part = lambda kind: self.State(
-            *(v if kinds[name] == kind else None for name, v in zip(s._fields, s, strict=True))
-        )
-        return part("shared"), part("local")
+        return self.State(*(v if kinds[name] in chosen else None for name, v in zip(s._fields, s, strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------- tasks
@@ -492,9 +501,16 @@ class Task:
 
     @classmethod
     def create(
-        cls, problem: Any, data: Rows, params: PyTree, *, weights: Any = "uniform", batch_size: int = 1,
-        local_steps: Sequence[int] | None = None, **fields: Any,
-    ):  # fmt: skip
+        cls,
+        problem: Any,
+        data: Rows,
+        params: PyTree,
+        *,
+        weights: Any = "uniform",
+        batch_size: int = 1,
+        local_steps: Sequence[int] | None = None,
+        **fields: Any,
+    ):
         """Check everything once, flatten the starting point, and return the task.
 
         `params` is the tree of the only variable, or a tuple with one tree per variable of the problem.
@@ -504,9 +520,14 @@ class Task:
             raise UserError(f"batch_size={batch_size!r} was given; it must be a whole number, 1 or more.")
         problem, flat = problem.bind(params)
         task = cls(
-            problem=problem, data=data, params=flat, weights=_weights(weights, data), batch_size=batch_size,
-            local_steps=None if local_steps is None else _local_steps(local_steps, data), **fields,
-        )  # fmt: skip
+            problem=problem,
+            data=data,
+            params=flat,
+            weights=_weights(weights, data),
+            batch_size=batch_size,
+            local_steps=None if local_steps is None else _local_steps(local_steps, data),
+            **fields,
+        )
         validate(problem)
         problem.check(task)
         return task

@@ -24,13 +24,13 @@ from nestfed.program import (
     INITIALISE,
     Ask,
     Call,
-    Exchange,
     Seat,
     Step,
     choose_cohort,
     replay,
     seated,
     shared_key,
+    step_alone,
     take_step,
     weighted_mean,
 )
@@ -45,7 +45,7 @@ class Ticket(NamedTuple):
 
     round: int
     exchange: int  # 0 calls the client up; e > 0 brings the answer to its question e - 1
-    server: Any  # Shared fields at the start of the round
+    server: Any  # Shared fields at the start of the round (not the server's own)
     share: float  # clients taking part / all clients
     answer: Leaves | None
 
@@ -73,8 +73,20 @@ def _attempt(algorithm: Algorithm, task: Task, phase: int, sync: bool, index, st
         return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
 
 
-def _call(key: Array, ticket: Ticket) -> Call:
-    return Call(key, jnp.asarray(ticket.round), ticket.server, jnp.asarray(ticket.share, float))
+def _call(key: Array, round: int, server: Any, share: float) -> Call:
+    return Call(key, jnp.asarray(round), server, jnp.asarray(share, float))
+
+
+def _template(algorithm: Algorithm, task: Task, key: Array) -> Any:
+    """The shapes of State after init."""
+    start = _call(key, START, None, 1.0)
+    return jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), start, None))
+
+
+def _hidden(tree: Any) -> Any:
+    """NaN in place of every number: for what this party must not know, or need."""
+    nothing = lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype)
+    return jax.tree.map(nothing, tree)
 
 
 def _host(leaves: Any) -> Leaves:
@@ -93,16 +105,18 @@ class Node:
         check_match(algorithm, task)
         self.algorithm, self.task, self.key = algorithm, task, as_key(seed)
         self.store: MutableMapping[str, Leaves] = {} if store is None else store
+        self._first = _template(algorithm, task, self.key)
         self._structures: dict[bool, list[Any]] = {}
 
     def receive(self, ticket: Ticket) -> Leaves | None:
         """Work until an answer is needed (return the question) or the round is over (return None)."""
         if "asked" in self.store and self._numbers("asked")[:2] == [ticket.round, ticket.exchange]:
             return None if self._numbers("asked")[2] else self.store["question"]
-        index, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
+        ticket = ticket._replace(server=self._completed(ticket.server))
+        reached, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
         program = program_of(self.algorithm, ticket.round)
-        call = _call(self.key, ticket)
-        for index in range(index, len(program)):
+        call = _call(self.key, ticket.round, ticket.server, ticket.share)
+        for index in range(reached, len(program)):
             out = _attempt(self.algorithm, self.task, *program[index], index, state, call, answers)
             if "ask" in out:
                 frame = [ticket.round, ticket.exchange + 1, index, len(answers)]
@@ -153,22 +167,27 @@ class Node:
         """The structure of State at the start of this step (Scratch fields come and go within a round)."""
         initial = ticket.round == START
         if initial not in self._structures:
-            call, state, structures = _call(self.key, ticket), None, []
+            call, state, structures = _call(self.key, ticket.round, ticket.server, ticket.share), None, []
             if not initial:
                 state = jax.eval_shape(lambda: self.algorithm.begin(ticket.server, self._local("client")))
             for k, (phase, sync) in enumerate(program_of(self.algorithm, ticket.round)):
                 structures.append(jax.tree.structure(state))
                 state = jax.eval_shape(
-                    functools.partial(_alone, self.algorithm, self.task, Step(phase, k, sync), call), state
+                    functools.partial(step_alone, self.algorithm, self.task, Step(phase, k, sync), call), state
                 )
             self._structures[initial] = structures
         return self._structures[initial][index]
 
     def _local(self, name: str) -> Any:
-        call = Call(self.key, jnp.asarray(START), None, jnp.ones(()))
-        first = functools.partial(_alone, self.algorithm, self.task, Step(INITIALISE, 0, True), call)
-        structure = jax.tree.structure(self.algorithm.split(jax.eval_shape(first, None))[1])
+        structure = jax.tree.structure(self.algorithm.split(self._first)[1])
         return jax.tree.unflatten(structure, self.store[name][1:])
+
+    def _completed(self, server: Any) -> Any:
+        """The broadcast with NaN for the server's own fields: they may enter nothing that a client keeps or sends."""
+        if server is None:
+            return None
+        own = self.algorithm.part(self._first, "server")
+        return self.algorithm.State(*(_hidden(b) if a is None else a for a, b in zip(server, own, strict=True)))
 
     def _remember(self, ticket: Ticket, question: Leaves | None) -> Leaves | None:
         self.store["asked"] = [np.asarray([ticket.round, ticket.exchange, int(question is None)])]
@@ -179,26 +198,19 @@ class Node:
         return self.store[name][0].tolist()
 
 
-def _alone(algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any) -> Any:
-    """The step as if this client were the whole federation: for shapes."""
-    first = lambda tree: jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
-    exchange = Exchange(
-        mean=lambda tree: tree,
-        gather=lambda tree, reply, key: reply(first(tree), Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), 0, key),
-    )
-    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
-    return take_step(algorithm, task, step, state, seated(task, seat, call), call, exchange)
-
-
 def without_rows(task: Task) -> Task:
     """The task as the server knows it: problem, starting point and shapes, with NaN in place of everybody's data."""
     hide = lambda a: np.full_like(a, np.nan) if np.issubdtype(a.dtype, np.floating) else np.zeros_like(a)
     one_row = lambda tree: jax.tree.map(lambda a: hide(np.asarray(a)[:1]), tree)
     number = np.zeros(1, np.int32)
     data = Rows(
-        columns=one_row(task.data.columns), offsets=number, sizes=number + 1, ids=number,
-        constants=one_row(task.data.constants), largest=1,
-    )  # fmt: skip
+        columns=one_row(task.data.columns),
+        offsets=number,
+        sizes=number + 1,
+        ids=number,
+        constants=one_row(task.data.constants),
+        largest=1,
+    )
     steps = None if task.local_steps is None else np.ones(1, np.int32)
     return dataclasses.replace(task, data=data, weights=np.ones(1), local_steps=steps)
 
@@ -217,67 +229,75 @@ class Server:
 
         A client that stops answering is left out of the rest of the round; if nobody is left, nothing changes.
         """
-        ticket = Ticket(round, 0, server, share, None)
-        call = _call(self.key, ticket)
+        broadcast = None if server is None else self.algorithm.part(server, "shared")
+        ticket = Ticket(round, 0, broadcast, share, None)
+        call = _call(self.key, round, server, share)
         state = None if round == START else self.algorithm.begin(server, self._hidden_client())
         answering = dict(send(dict.fromkeys(weights, ticket)))
         log: list[list[Leaves]] = []
-        exchange = 0
+        exchange, all_finite = 0, True
         for index, (phase, sync) in enumerate(program_of(self.algorithm, round)):
             known: list[Leaves] = []
             while "ask" in self._shape_of(phase, sync, index, state, call, known):
                 if not answering:
                     return server
                 exchange += 1
+                all_finite &= all(np.isfinite(a).all() for answer in answering.values() for a in answer or [])
                 common, replies = self._answer(phase, sync, index, state, call, known, answering, weights)
                 known.append(common)
-                tickets = {i: Ticket(round, exchange, server, share, reply) for i, reply in replies.items()}
+                tickets = {i: Ticket(round, exchange, broadcast, share, reply) for i, reply in replies.items()}
                 answering = dict(send(tickets))
             log.append(known)
             state = self._shape_of(phase, sync, index, state, call, known)["done"]
-        return self._shared(round, server, call, log)
+        return self._shared(round, server, call, log, all_finite)
 
     def _shape_of(self, phase: int, sync: bool, index: int, state: Any, call: Call, known: list[Leaves]) -> Any:
         attempt = functools.partial(_attempt, phase=phase, sync=sync)
         return jax.eval_shape(
             lambda *args: attempt(args[0], args[1], index=args[2], state=args[3], call=args[4], answers=args[5]),
-            self.algorithm, self.task, jnp.asarray(index), state, call, known,
-        )  # fmt: skip
+            self.algorithm,
+            self.task,
+            jnp.asarray(index),
+            state,
+            call,
+            known,
+        )
 
     def _answer(self, phase, sync, index, state, call, known, answering, weights) -> tuple[Leaves, dict[int, Leaves]]:
         """(what the server itself learns from an exchange, the answer to each client)."""
         present = sorted(answering)
         values = [np.stack([answering[i][leaf] for i in present]) for leaf in range(len(answering[present[0]]))]
-        state = jax.tree.map(
-            lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), state
-        )
+        state = _hidden(state)
         common, replies = _server_answer(
-            self.algorithm, self.task, phase, sync, jnp.asarray(index), state, call, known, values,
-            jnp.asarray(present, jnp.int32), jnp.asarray([weights[i] for i in present], float),
-        )  # fmt: skip
+            self.algorithm,
+            self.task,
+            phase,
+            sync,
+            jnp.asarray(index),
+            state,
+            call,
+            known,
+            values,
+            jnp.asarray(present, jnp.int32),
+            jnp.asarray([weights[i] for i in present], float),
+        )
         common = _host(common)
         if replies is None:
             return common, dict.fromkeys(present, common)
         return common, {i: _host(leaf[slot] for leaf in replies) for slot, i in enumerate(present)}
 
     def _hidden_client(self) -> Any:
-        call = Call(self.key, jnp.asarray(START), None, jnp.ones(()))
-        first = jax.eval_shape(
-            functools.partial(_alone, self.algorithm, self.task, Step(INITIALISE, 0, True), call), None
-        )
-        _, client = self.algorithm.split(first)
-        return jax.tree.map(
-            lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype), client
-        )
+        return _hidden(self.algorithm.split(_template(self.algorithm, self.task, self.key))[1])
 
-    def _shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]]) -> Any:
+    def _shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]], all_finite: bool) -> Any:
         steps = tuple(program_of(self.algorithm, round))
         new = _server_replay(self.algorithm, self.task, steps, server, self._hidden_client(), call, log)
         spoilt = [
-            name for name, value in zip(new._fields, new, strict=True)
+            name
+            for name, value in zip(new._fields, new, strict=True)
             if value is not None and not all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves(value))
-        ]  # fmt: skip
-        if spoilt and all(np.isfinite(a).all() for answers in log for answer in answers for a in answer if len(log)):
+        ]
+        if spoilt and all_finite:
             raise UserError(
                 f"{type(self.algorithm).__name__}: the Shared field {spoilt[0]} cannot be derived from the answers alone; it "
                 "depends on a client's private values."
@@ -340,13 +360,11 @@ def deploy(
     nodes = {
         client: Node(
             algorithm,
-            dataclasses.replace(
-                task, data=task.data.only(p), weights=np.ones(1), local_steps=own(p, task.local_steps)
-            ),
+            dataclasses.replace(task, data=task.data.only(p), weights=np.ones(1), local_steps=own(p, task.local_steps)),
             seed,
         )
         for p, client in enumerate(ids)
-    }  # fmt: skip
+    }
     send = lambda tickets: {client: nodes[client].receive(ticket) for client, ticket in tickets.items()}
     central = Server(algorithm, task, seed)
     server = central.serve(START, None, dict(zip(ids, weight_of, strict=True)), 1.0, send)

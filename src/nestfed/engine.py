@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
     cohort: int | None = None
     dropout: bool = False
-    evaluate_every: int = 1
+    evaluate_every: int | None = 1  # None: never within the program
     metrics: Callable | None = None
     output: str = "last"
     select: str | None = None
@@ -99,13 +99,17 @@ def _in_chunks(function: Callable, arguments: PyTree, chunk: int | None) -> PyTr
 
 
 def _with_replays(
-    program: Callable[[PyTree, Exchange], PyTree], arguments: PyTree, seats: Seat, key: Array, chunk: int | None,
+    program: Callable[[PyTree, Exchange], PyTree],
+    arguments: PyTree,
+    seats: Seat,
+    key: Array,
+    chunk: int | None,
     common: bool = False,
-) -> PyTree:  # fmt: skip
+) -> PyTree:
     """Run a program that exchanges for all seats, in passes: each pass knows the answers of the passes before it.
 
-    `key` is the step's shared key, for the replies of a gather. `common` says that the result is the same on all clients: it is then computed once, and JAX refuses a result that
-    depends on a client's private values.
+    `key` is the step's shared key, for the replies of a gather. `common` says that the result is the same on all
+    clients: it is then computed once, and JAX refuses a result that depends on a client's private values.
     """
     answers: list[tuple[bool, PyTree]] = []  # (one answer per client?, answer)
     while True:
@@ -272,9 +276,16 @@ def measure_all(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Pl
     def program(argument, exchange):
         seat, client, before = argument
         fed = Fed(
-            **speaking(exchange, common_key), sync=True, t=run.round, step=jnp.zeros_like(run.round), server=run.server,
-            key=fold(key, METRICS, seat.id), shared_key=common_key, share=jnp.ones(()), unsynced=before,
-        )  # fmt: skip
+            **speaking(exchange, common_key),
+            sync=True,
+            t=run.round,
+            step=jnp.zeros_like(run.round),
+            server=run.server,
+            key=fold(key, METRICS, seat.id),
+            shared_key=common_key,
+            share=jnp.ones(()),
+            unsynced=before,
+        )
         data = task.data.client(seat.position)
         values = dict(task.metrics(run.server, client, data, fed))
         if plan.metrics is not None:
@@ -342,29 +353,33 @@ def start(algorithm: Algorithm, task: Task, key: Array, plan: Plan) -> Run:
     return Run(server, clients, _first_output(server, plan), unsynced, jnp.asarray(0, jnp.int32), diverged)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "capacity"))
-def advance(
-    algorithm: Algorithm, task: Task, key: Array, run: Run, first: Array, rounds: Array, dropout: Array, plan: Plan,
-    capacity: int,
-):  # fmt: skip
-    """`rounds` rounds from round `first` on: (run, rows of history), of which the first `rounds` are filled.
+CAPACITY = 256  # rounds in one call; fixed, so that runs of all lengths share one program
 
-    The number of rounds is an input of the program: a run can be cut into pieces of any lengths up to `capacity`
-    without compiling again and without changing a number. `first` comes from outside so that it stays one number when
-    runs are stacked in a sweep.
+
+@functools.partial(jax.jit, static_argnames=("plan",))
+def advance(
+    algorithm: Algorithm, task: Task, key: Array, run: Run, first: Array, rounds: Array, dropout: Array, plan: Plan
+) -> tuple[Run, dict[str, Array]]:
+    """`rounds` rounds (at most CAPACITY) from round `first` on: (run, rows of history, the first `rounds` filled).
+
+    The number of rounds is an input of the program: a run can be cut into pieces of any lengths without compiling again
+    and without changing a number. `first` comes from outside so that it stays one number when runs are stacked.
     """
-    shapes = jax.eval_shape(lambda: measure_all(algorithm, task, key, run, plan))
-    blank = {name: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
-             for name, v in shapes.items()}  # fmt: skip
-    rows = {name: jnp.broadcast_to(v, (capacity,) + v.shape) for name, v in blank.items()}
-    rows |= {"participants": jnp.zeros(capacity, jnp.int32)}
+    every = plan.evaluate_every
+    shapes = jax.eval_shape(lambda: measure_all(algorithm, task, key, run, plan)) if every else {}
+    nothing = lambda v: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
+    blank = jax.tree.map(nothing, shapes)
+    rows = jax.tree.map(lambda v: jnp.broadcast_to(v, (CAPACITY, *v.shape)), blank)
+    rows |= {"participants": jnp.zeros(CAPACITY, jnp.int32)}
 
     def body(i, carry):
         run, rows = carry
         round = first + i
         run, participants = _one_round(algorithm, task, key, run, round, dropout, plan)
-        due = (round + 1) % plan.evaluate_every == 0
-        values = lax.cond(due, lambda: measure_all(algorithm, task, key, run, plan), lambda: blank)
+        due, values = jnp.asarray(False), blank
+        if every:
+            due = (round + 1) % every == 0
+            values = lax.cond(due, lambda: measure_all(algorithm, task, key, run, plan), lambda: blank)
         run = _update_output(run, key, round, values, due, plan)
         row = values | {"participants": participants.astype(jnp.int32)}
         return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, row)

@@ -25,11 +25,11 @@ class History:
         self._rounds.append(round)
         self._values.append({name: np.asarray(v) for name, v in values.items()})
 
-    def extend(self, rows: dict[str, Any], first: int, length: int, every: int) -> None:
+    def extend(self, rows: dict[str, Any], first: int, length: int, every: int | None) -> None:
         rows = {name: np.asarray(column)[:length] for name, column in rows.items()}
         self._participants.append(rows.pop("participants"))
         for i in range(length):
-            if (first + i + 1) % every == 0:
+            if every and (first + i + 1) % every == 0:
                 self.add(first + i + 1, {name: column[i] for name, column in rows.items()})
 
     def has(self, round: int) -> bool:

@@ -148,8 +148,12 @@ class Bilevel(Problem):
     scope "global":  min_x mean_k upper_k(x, y(x)),    y(x) = argmin_y mean_k lower_k(x, y)
     """
 
-    scope: str = setting("whose lower problem: every client's own, or one for all", default="local",
-                         choices=("local", "global"), static=True)  # fmt: skip
+    scope: str = setting(
+        "whose lower problem: every client's own, or one for all",
+        default="local",
+        choices=("local", "global"),
+        static=True,
+    )
 
     family: ClassVar[str] = "bilevel"
     variables: ClassVar[tuple[str, ...]] = ("x", "y")
@@ -375,8 +379,12 @@ class Compositional(Problem):
     scope "local":   min_x mean_k [ extra_k(x) + outer_k(inner_k(x)) ]       (another minimiser, in general)
     """
 
-    scope: str = setting("is the inner function the average over clients, or every client's own?", default="global",
-                         choices=("global", "local"), static=True)  # fmt: skip
+    scope: str = setting(
+        "is the inner function the average over clients, or every client's own?",
+        default="global",
+        choices=("global", "local"),
+        static=True,
+    )
 
     family: ClassVar[str] = "compositional"
 
@@ -430,8 +438,9 @@ class Compositional(Problem):
 
     def metrics(self, server, client, data, fed):
         pair = lambda batch: (
-            self.inner_flat(server.x, Sample(batch, fed.key)), self.extra(self.tree(0, server.x), batch, fed.key)
-        )  # fmt: skip
+            self.inner_flat(server.x, Sample(batch, fed.key)),
+            self.extra(self.tree(0, server.x), batch, fed.key),
+        )
         inner, extra = data.average(pair)
         compose = lambda y: data.average(lambda batch: self.outer_flat(y, Sample(batch, fed.key)))
         if self.scope == "local":

@@ -185,13 +185,25 @@ def replay(answers: Sequence[PyTree]) -> Exchange:
 
     def gather(tree, reply, key):
         for answer in remaining:
-            alone = Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
-            first = jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
-            structure = jax.tree.structure(jax.eval_shape(lambda: reply(first, alone, 0, key)))
+            structure = jax.tree.structure(jax.eval_shape(lambda: _ALONE.gather(tree, reply, key)))
             return jax.tree.unflatten(structure, jax.tree.leaves(answer))
         raise Ask(tree, reply)
 
     return Exchange(mean, gather)
+
+
+def _gather_alone(tree, reply, key):
+    values = jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
+    return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), 0, key)
+
+
+_ALONE = Exchange(mean=lambda tree: tree, gather=_gather_alone)
+
+
+def step_alone(algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any) -> Any:
+    """A step of the task's first client as if it were the whole federation: for the shapes of what comes out."""
+    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
+    return take_step(algorithm, task, step, state, seated(task, seat, call), call, _ALONE)
 
 
 def weighted_mean(values: PyTree, weights: Array) -> PyTree:

@@ -16,9 +16,14 @@ class Progress:
         self._bar = None
         if sys.stderr.isatty() if show is None else show:
             columns = [
-                SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), TextColumn("{task.fields[values]}"),
-            ]  # fmt: skip
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[speed]}"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[values]}"),
+            ]
             self._bar = Bar(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task(title, total=total, completed=done, speed="compiling", values="")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from nestfed import checkpoint as checkpoints
 from nestfed import engine
-from nestfed.border import as_key, check_positive, make_plan
+from nestfed.border import as_key, check_positive, check_select, make_plan
 from nestfed.core import Algorithm, Array, PyTree, Task, UserError
 from nestfed.engine import Plan, Run, begin_all, collective, finite
 from nestfed.history import History
@@ -84,13 +84,18 @@ def start(algorithm: Algorithm, task: Task, seed: Any = 0, **options: Any) -> Ru
 def advance(
     algorithm: Algorithm, task: Task, seed: Any, run: Run, *, rounds: int, dropout: float = 0.0, **options: Any
 ) -> tuple[Run, dict[str, np.ndarray]]:
-    """Carry a run over some rounds: (run, history of these rounds). Cutting a run into pieces changes no number."""
+    """Carry a run over some rounds: (run, history of these rounds). Cutting a run into pieces changes no number.
+
+    A run that diverges stops there: `run.diverged` is then the round, and the state is the last finite one.
+    """
     plan, rate = make_plan(algorithm, task, dropout=dropout, **options)
     check_positive("rounds", rounds)
-    first = int(run.round)
-    run, rows = engine.advance(algorithm, task, as_key(seed), run, first, rounds, rate, plan, capacity=rounds)
-    history = History()
-    history.extend(rows, first, rounds, plan.evaluate_every)
+    key, history, end = as_key(seed), History(), int(run.round) + rounds
+    while int(run.round) < end and int(run.diverged) < 0:
+        first = int(run.round)
+        length = min(end - first, engine.CAPACITY)
+        run, rows = engine.advance(algorithm, task, key, run, first, length, rate, plan)
+        history.extend(rows, first, int(run.round) - first, plan.evaluate_every)
     return run, history.arrays()
 
 
@@ -108,7 +113,7 @@ def simulate(
     rounds: int,
     cohort: int | float | None = None,
     dropout: float = 0.0,
-    evaluate_every: int = 1,
+    evaluate_every: int | None = 1,
     metrics: Callable | None = None,
     output: str = "last",
     select: str | None = None,
@@ -126,7 +131,7 @@ def simulate(
                       numbers then depend on who else is in the cohort)
     cohort            clients per round: a number, a fraction (0.1), or None for all
     dropout           probability that a chosen client fails to take part in a round
-    evaluate_every    rounds between two evaluations; the start and the end are always evaluated
+    evaluate_every    rounds between two evaluations, or None; the start and the end are always evaluated
     metrics           more metrics: a client program (task, server, client, data, fed) -> dict (see `diagnostics`)
     output            which iterate `Result.output` is: "last", "average", "random", or "best" by the metric `select`
                       (smallest value; use one computed on validation data)
@@ -139,9 +144,18 @@ def simulate(
     Raises Diverged when a value becomes non-finite, with the last finite state.
     """
     plan, rate = make_plan(
-        algorithm, task, cohort=cohort, dropout=dropout, evaluate_every=evaluate_every, metrics=metrics, output=output,
-        select=select, unsynced=unsynced, client_axis=client_axis, client_chunk=client_chunk,
-    )  # fmt: skip
+        algorithm,
+        task,
+        cohort=cohort,
+        dropout=dropout,
+        evaluate_every=evaluate_every,
+        metrics=metrics,
+        output=output,
+        select=select,
+        unsynced=unsynced,
+        client_axis=client_axis,
+        client_chunk=client_chunk,
+    )
     check_positive("rounds", rounds)
     if checkpoint_every is not None:
         check_positive("checkpoint_every", checkpoint_every)
@@ -152,9 +166,16 @@ def simulate(
     names: dict[str, str] = {}
     if path:
         names = checkpoints.identity(
-            algorithm, task, key, cohort=plan.cohort, dropout=dropout, evaluate_every=evaluate_every, output=output,
-            select=select, unsynced=unsynced,
-        )  # fmt: skip
+            algorithm,
+            task,
+            key,
+            cohort=plan.cohort,
+            dropout=dropout,
+            evaluate_every=evaluate_every,
+            output=output,
+            select=select,
+            unsynced=unsynced,
+        )
         if path.exists() and not resume:
             raise checkpoints.CheckpointError(
                 f"{path} exists. Give resume=True to go on from it, or another path; it was left as it is."
@@ -173,6 +194,7 @@ def simulate(
         if int(run.diverged) >= 0:
             raise _diagnosed(algorithm, task, key, run, rate, plan, history, saved=None)
         history.add(0, engine.evaluate(algorithm, task, key, run, plan))
+    check_select(select, history.latest())
 
     def save():
         if path:
@@ -181,18 +203,15 @@ def simulate(
     def result():
         return Result(algorithm, task, run, history.evaluations(), history.participants())
 
-    capacity = min(rounds, 1024)
     piece, speed, saved_at = 1, 0.0, time.monotonic()
     with Progress(type(algorithm).__name__, rounds, int(run.round), progress) as bar, _Interrupts() as interrupts:
         while int(run.round) < rounds:
             first = int(run.round)
-            length = min(piece, capacity, rounds - first)
+            length = min(piece, engine.CAPACITY, rounds - first)
             if checkpoint_every:
                 length = min(length, checkpoint_every - first % checkpoint_every)
             began = time.monotonic()
-            run, rows = jax.block_until_ready(
-                engine.advance(algorithm, task, key, run, first, length, rate, plan, capacity=capacity)
-            )
+            run, rows = jax.block_until_ready(engine.advance(algorithm, task, key, run, first, length, rate, plan))
             elapsed = time.monotonic() - began
             done = int(run.round)
             history.extend(rows, first, done - first, plan.evaluate_every)
@@ -210,7 +229,7 @@ def simulate(
             if interrupts.pending:
                 kept = f" {path} holds it: go on with resume=True." if path else ""
                 raise Interrupted(f"interrupted after round {done} of {rounds}.{kept}", result())
-        if rounds % plan.evaluate_every and not history.has(rounds):
+        if not history.has(rounds):
             history.add(rounds, engine.evaluate(algorithm, task, key, run, plan))
         save()
     return result()
@@ -241,8 +260,15 @@ class _Interrupts:
 
 
 def _diagnosed(
-    algorithm: Algorithm, task: Task, key: Array, run: Run, dropout: Array, plan: Plan, history: History, saved: Path | None
-) -> Diverged:  # fmt: skip
+    algorithm: Algorithm,
+    task: Task,
+    key: Array,
+    run: Run,
+    dropout: Array,
+    plan: Plan,
+    history: History,
+    saved: Path | None,
+) -> Diverged:
     """Repeat the failed round step by step from the last finite state, to say what went wrong first, and at whom."""
     name, round = type(algorithm).__name__, int(run.diverged)
     result = Result(algorithm, task, run, history.evaluations(), history.participants())

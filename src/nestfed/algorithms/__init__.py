@@ -32,14 +32,20 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 
+def find(name: str) -> type[Algorithm]:
+    """The class of the algorithm of this name."""
+    cls = ALGORITHMS.get(name.lower())
+    if cls is None:
+        raise UserError(f"there is no algorithm {name!r}{_nearest(name, ALGORITHMS)} All: {', '.join(ALGORITHMS)}.")
+    return cls
+
+
 def make(name: str, **settings: Any) -> Algorithm:
     """The algorithm of this name with these settings: `make("fedavg", lr=0.1, local_steps=5)`.
 
     A dotted name reaches into a part: `make("fedbio", ..., **{"hypergradient.terms": 20})`.
     """
-    cls = ALGORITHMS.get(name.lower())
-    if cls is None:
-        raise UserError(f"there is no algorithm {name!r}{_nearest(name, ALGORITHMS)} All: {', '.join(ALGORITHMS)}.")
+    cls = find(name)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     plain: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}

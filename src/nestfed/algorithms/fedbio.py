@@ -57,9 +57,11 @@ class FedBiO(Algorithm):
     def theory(cls, *, total_steps, delta, lower_lr, local_steps, hypergradient=None):
         """The step size eta = delta T^(-1/3) of the convergence theorem, constant over the run."""
         return cls(
-            lr=delta * total_steps ** (-1 / 3), lower_lr=lower_lr, local_steps=local_steps,
+            lr=delta * total_steps ** (-1 / 3),
+            lower_lr=lower_lr,
+            local_steps=local_steps,
             hypergradient=hypergradient or Neumann(),
-        )  # fmt: skip
+        )
 
     def init(self, problem, params, draw, fed):
         return self.State(*params)
@@ -106,8 +108,13 @@ class FedBiOAcc(Algorithm):
         delta = clients ** (2 / 3) * sigma ** (2 / 3) / L_h
         rest = sigma**2 / (24 * delta**3 * L_h * local_steps)
         c_nu, c_omega = 160 * L_h**2 + rest, 160 * L**2 + rest
-        u = max(2 * sigma**2, delta**3, c_nu**1.5 * delta**3, c_omega**1.5 * delta**3,
-                16**3 * local_steps**3 * clients**2 * sigma**2)  # fmt: skip
+        u = max(
+            2 * sigma**2,
+            delta**3,
+            c_nu**1.5 * delta**3,
+            c_omega**1.5 * delta**3,
+            16**3 * local_steps**3 * clients**2 * sigma**2,
+        )
         gamma = 0.99 / max(1 / mu, 6 * L_h)
         inverse_eta = max(
             4 * gamma / mu + 1 / (4 * local_steps),
@@ -119,9 +126,16 @@ class FedBiOAcc(Algorithm):
             mu / gamma,
         )
         return cls(
-            lr=0.99 / inverse_eta, lower_lr=gamma, delta=delta, u=u, sigma2=sigma**2, c_nu=c_nu, c_omega=c_omega,
-            local_steps=local_steps, hypergradient=hypergradient or Neumann(),
-        )  # fmt: skip
+            lr=0.99 / inverse_eta,
+            lower_lr=gamma,
+            delta=delta,
+            u=u,
+            sigma2=sigma**2,
+            c_nu=c_nu,
+            c_omega=c_omega,
+            local_steps=local_steps,
+            hypergradient=hypergradient or Neumann(),
+        )
 
     def kinds(self):
         return super().kinds() | ({} if self.average_prev else {"x_prev": "local"})

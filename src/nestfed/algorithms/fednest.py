@@ -37,8 +37,9 @@ class FedNest(Algorithm):
     terms: int = setting("N: Hessian-vector products", default=5, at_least=1, static=True)
     lower_rounds: int = setting("T_in: repetitions of FedInn", default=1, at_least=1, static=True)
     inner_steps: int = setting("tau of FedInn: local steps of y", default=1, at_least=1, static=True)
-    truncation: str = setting("sum of the series, or one random term", default="sum", choices=("sum", "random"),
-                              static=True)  # fmt: skip
+    truncation: str = setting(
+        "sum of the series, or one random term", default="sum", choices=("sum", "random"), static=True
+    )
 
     family = "bilevel"
     scope = "global"

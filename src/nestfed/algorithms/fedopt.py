@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from nestfed.algorithms.fedavg import FedAvg
-from nestfed.core import Shared, setting, static, struct
+from nestfed.core import Server, Shared, setting, static, struct
 
 
 @struct
@@ -33,7 +33,7 @@ class FedOpt(FedAvg):
 
     class State(NamedTuple):
         x: Shared
-        memory: Shared  # the server optimiser's state
+        memory: Server  # the server optimiser's state
 
     def server_optimizer(self) -> optax.GradientTransformation:
         return optax.sgd(1.0) if self.optimizer is None else self.optimizer

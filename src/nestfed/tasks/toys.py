@@ -5,7 +5,9 @@ All of them have constants only (no rows), so a batch is always a client's whole
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from nestfed.core import Rows, Task, struct
 from nestfed.problems import Bilevel, Compositional, CompositionAsBilevel, NaiveComposition, SingleLevel
@@ -41,43 +43,38 @@ class ScalarBilevel(Bilevel):
 
 
 @struct
-class ScalarBilevelTask(Task):
-    """Reports x, so that a run shows where it goes."""
+class ShowX(Task):
+    """Reports x besides the objective, so that a run shows where it goes."""
 
     def metrics(self, server, client, data, fed):
         return super().metrics(server, client, data, fed) | {"x": server.x[0]}
 
 
 def scalar_bilevel(scope: str = "local", **options: Any) -> Task:
-    """Two clients. With local lower problems the solution is x = 80/59; with one global lower problem x = 15/7."""
+    """Two clients. With local lower problems the solution is x = 80/59; with one global lower problem x = 15/7.
+
+    scope "naive" is what plain averaging makes of it.
+    """
     constants = tuple(jnp.asarray(v) for v in ((1.0, 3.0), (1.0, 1.0), (0.0, 2.0), (1.0, 3.0)))
-    start = (jnp.asarray(0.0), jnp.asarray(0.0))
-    return ScalarBilevelTask.create(
-        ScalarBilevel(scope=scope), Rows.from_clients(constants=constants), start, **options
-    )
+    x, y = jnp.asarray(0.0), jnp.asarray(0.0)
+    if scope == "naive":
+        return ShowX.create(
+            NaiveBilevel(problem=ScalarBilevel()), Rows.from_clients(constants=constants), {"x": x, "y": y}, **options
+        )
+    return ShowX.create(ScalarBilevel(scope=scope), Rows.from_clients(constants=constants), (x, y), **options)
 
 
 @struct
-class NaiveLevel(SingleLevel):
-    """What plain averaging sees of a bilevel problem: the upper loss with y as if it did not depend on x.
-
-    x and y are trained together, x on the upper loss and y on the lower one, and both are averaged.
-    """
+class NaiveBilevel(SingleLevel):
+    """What plain averaging sees of a bilevel problem: x trained on the upper loss as if y did not depend on it, y on the
+    lower loss, and both averaged. The negative control of the demonstrations."""
 
     problem: Bilevel
 
     def loss(self, x, batch, key):
-        stop = lambda v: jnp.asarray(v) if v is None else v
-        upper = self.problem.upper(x["x"], _frozen(x["y"]), batch, key)
-        lower = self.problem.lower(_frozen(x["x"]), x["y"], batch, key)
-        del stop
-        return upper + lower
-
-
-def _frozen(value):
-    from jax.lax import stop_gradient
-
-    return stop_gradient(value)
+        frozen = jax.tree.map(lax.stop_gradient, x)
+        upper = self.problem.upper(x["x"], frozen["y"], batch, key)
+        return upper + self.problem.lower(frozen["x"], x["y"], batch, key)
 
 
 @struct

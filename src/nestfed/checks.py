@@ -1,0 +1,190 @@
+"""The conformance suite: `check_algorithm(algorithm, task)` for every algorithm, ours and yours.
+
+Give it a small task of the algorithm's family (a few clients, float64 for sharp comparisons). Each check either passes or
+raises `NonConforming` with what is wrong and what to do.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from nestfed import engine
+from nestfed.border import as_key, check_contract, check_match, make_plan
+from nestfed.core import Algorithm, PyTree, Task, UserError
+from nestfed.cost import measure
+from nestfed.deploy import deploy
+from nestfed.sweep import sweep
+
+ROUNDS = 3
+
+
+class NonConforming(AssertionError):
+    """An algorithm broke a rule that every algorithm must keep."""
+
+
+def check_algorithm(algorithm: Algorithm, task: Task) -> list[str]:
+    """Run the whole suite; returns the names of the checks that passed, or raises NonConforming."""
+    passed = []
+    for check in CHECKS:
+        name = check.__name__.removeprefix("_").replace("_", " ")
+        try:
+            check(algorithm, task)
+        except NonConforming as error:
+            raise NonConforming(f"{type(algorithm).__name__}: {name}: {error}") from error
+        except UserError as error:
+            raise NonConforming(f"{name}: {error}") from error
+        passed.append(name)
+    return passed
+
+
+def _run(algorithm: Algorithm, task: Task, seed: int = 0, **options: Any) -> engine.Run:
+    plan, dropout = make_plan(algorithm, task, evaluate_every=None, **options)
+    key = as_key(seed)
+    run = engine.start(algorithm, task, key, plan)
+    return engine.advance(algorithm, task, key, run, 0, ROUNDS, dropout, plan)[0]
+
+
+def _parts(run: engine.Run) -> tuple[Any, Any]:
+    return run.server, run.clients
+
+
+def _same(one: PyTree, other: PyTree, what: str) -> None:
+    """Equal up to rounding; vmapped and single products may differ in the last bits."""
+    named = jax.tree_util.tree_leaves_with_path(one)
+    others = jax.tree.leaves(other)
+    if len(named) != len(others):
+        raise NonConforming(f"{what}: the states have different structures")
+    for (path, a), b in zip(named, others, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        tolerance = 1e-9 if a.dtype == np.float64 else 2e-4
+        if a.shape != b.shape or not np.allclose(a, b, rtol=tolerance, atol=tolerance):
+            gap = np.abs(a - b).max() if a.shape == b.shape else f"shapes {a.shape} and {b.shape}"
+            raise NonConforming(f"{what}: the field {_field(path)} differs (largest gap {gap})")
+
+
+def _field(path: Any) -> str:
+    return jax.tree_util.keystr(path[1:]).lstrip(".") or "of the state"
+
+
+# ------------------------------------------------------------------------------------------------- the checks
+
+
+def _settings_and_family_fit(algorithm: Algorithm, task: Task) -> None:
+    check_match(algorithm, task)
+
+
+def _shared_fields_come_from_exchanges_and_types_stay(algorithm: Algorithm, task: Task) -> None:
+    check_contract(algorithm, task)
+
+
+def _cost_is_static(algorithm: Algorithm, task: Task) -> None:
+    measure(algorithm, task)
+
+
+def _one_trace_serves_all_seeds_and_settings(algorithm: Algorithm, task: Task) -> None:
+    _run(algorithm, task, 0)
+    before = engine.advance._cache_size()
+    nudged = jax.tree.map(lambda a: a * 1.01 if isinstance(a, float) else a, algorithm)
+    _run(algorithm, task, 1)
+    _run(nudged, task, 1)
+    if engine.advance._cache_size() != before:
+        raise NonConforming(
+            "a new seed or a new float setting compiled again; floats must be plain fields of the record"
+        )
+
+
+def _simulation_equals_message_passing(algorithm: Algorithm, task: Task) -> None:
+    simulated = _parts(_run(algorithm, task))
+    _same(simulated, deploy(algorithm, task, rounds=ROUNDS), "message passing and simulation")
+
+
+def _partial_participation_equals_message_passing(algorithm: Algorithm, task: Task) -> None:
+    partial: dict[str, Any] = {"cohort": max(1, task.clients - 1), "dropout": 0.3}
+    simulated = _parts(_run(algorithm, task, **partial))
+    _same(simulated, deploy(algorithm, task, rounds=ROUNDS, **partial), "message passing and simulation of a cohort")
+
+
+def _clients_one_after_the_other_give_the_same(algorithm: Algorithm, task: Task) -> None:
+    _same(
+        _parts(_run(algorithm, task)),
+        _parts(_run(algorithm, task, client_axis="map")),
+        "clients side by side and in turn",
+    )
+
+
+def _a_row_of_a_sweep_is_a_run(algorithm: Algorithm, task: Task) -> None:
+    rows = sweep([algorithm], task, [5, 0], rounds=ROUNDS, evaluate_every=None, progress=False).runs[0]
+    _same(_parts(_run(algorithm, task)), _parts(jax.tree.map(lambda a: a[1], rows)), "a run and a row of a sweep")
+
+
+def _a_run_may_be_cut_into_pieces(algorithm: Algorithm, task: Task) -> None:
+    plan, dropout = make_plan(algorithm, task, evaluate_every=None)
+    key = as_key(0)
+    run = engine.start(algorithm, task, key, plan)
+    for first, rounds in ((0, 1), (1, ROUNDS - 1)):
+        run, _ = engine.advance(algorithm, task, key, run, first, rounds, dropout, plan)
+    _same(_parts(_run(algorithm, task)), _parts(run), "a run in one piece and in two")
+
+
+def _the_order_of_clients_does_not_matter(algorithm: Algorithm, task: Task) -> None:
+    order = np.roll(np.arange(task.clients), 1)
+    mine = lambda a: None if a is None else np.asarray(a)[order]
+    turned = dataclasses.replace(
+        task, data=task.data.reordered(order), weights=mine(task.weights), local_steps=mine(task.local_steps)
+    )
+    server, clients = _parts(_run(algorithm, task))
+    other_server, other_clients = _parts(_run(algorithm, turned))
+    hint = "the numbers depend on the order of the clients; use what a reply gets by ids, not by position"
+    _same(server, other_server, hint)
+    _same(jax.tree.map(lambda a: a[order], clients), other_clients, hint)
+
+
+def _an_absent_client_does_not_spread_its_values(algorithm: Algorithm, task: Task) -> None:
+    if task.clients < 2:
+        return
+    present = np.asarray(task.weights).copy()
+    present[0] = 0.0
+    quiet = dataclasses.replace(task, weights=present)
+    spoilt = dataclasses.replace(quiet, data=_spoilt(task))
+    server, clients = _parts(_run(algorithm, quiet))
+    # The start is everybody's: only rounds are compared, from one and the same start.
+    plan, dropout = make_plan(algorithm, spoilt, evaluate_every=None)
+    key = as_key(0)
+    run = engine.start(algorithm, quiet, key, plan)
+    run = engine.advance(algorithm, spoilt, key, run, 0, ROUNDS, dropout, plan)[0]
+    if int(run.diverged) >= 0:
+        raise NonConforming("a NaN of a client of weight zero stopped the run; only means may carry its values")
+    _same((server, clients), _parts(run), "runs with and without a NaN at a client that takes no part")
+
+
+def _spoilt(task: Task) -> Any:
+    """The data with NaN in everything that client 0 holds."""
+    start, size = int(task.data.offsets[0]), int(task.data.sizes[0])
+
+    def spoil(a: Any, rows: slice) -> Any:
+        a = np.array(a)
+        if np.issubdtype(a.dtype, np.floating):
+            a[rows] = np.nan
+        return a
+
+    columns = jax.tree.map(lambda a: spoil(a, slice(start, start + size)), task.data.columns)
+    constants = jax.tree.map(lambda a: spoil(a, slice(0, 1)), task.data.constants)
+    return dataclasses.replace(task.data, columns=columns, constants=constants)
+
+
+CHECKS: tuple[Callable[[Algorithm, Task], None], ...] = (
+    _settings_and_family_fit,
+    _shared_fields_come_from_exchanges_and_types_stay,
+    _cost_is_static,
+    _one_trace_serves_all_seeds_and_settings,
+    _the_order_of_clients_does_not_matter,
+    _simulation_equals_message_passing,
+    _partial_participation_equals_message_passing,
+    _clients_one_after_the_other_give_the_same,
+    _a_row_of_a_sweep_is_a_run,
+    _a_run_may_be_cut_into_pieces,
+    _an_absent_client_does_not_spread_its_values,
+)

@@ -1,0 +1,159 @@
+"""The cost ledger: what one client sends, receives and computes, read off the traced program.
+
+`measure` traces a client's round with exchanges and draws replaced by named marks, and counts the marks: an exchange
+with the bytes of its question (up) and of its answer (down), an oracle call with its kind, a draw with its samples. The
+body of a loop counts as often as the loop runs. No algorithm keeps a counter, nothing runs, and nobody can forget.
+
+Conventions: an exchange counts its question up and its answer down, whatever it is used for; exchanges of a round depend
+on each other, so their number is also the number of phases (latency); oracle calls are mini-batch calls; a client that
+missed the last round also receives the Shared fields (`call_up_bytes`); the start is a line of its own.
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from nestfed.border import check_match
+from nestfed.core import Algorithm, Cohort, Task, UserError
+from nestfed.problems import ORACLE_KINDS
+from nestfed.program import INITIALISE, Call, Exchange, Seat, Step, run_round, seated, take_step
+
+_DRAW, _MEAN, _GATHER, _ORACLE = "_draw_rows", "fed_mean", "fed_gather", "oracle_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """One client's cost of one stretch of work."""
+
+    exchanges: int  # dependent exchanges: also the number of phases
+    gathers: int  # how many of them show the server individual values
+    bytes_up: int
+    bytes_down: int
+    oracles: dict[str, int]  # calls by kind: GRAD, VAL, VJP, HVP, MIX, SOLVE
+    calls: dict[str, int]  # the same calls by name, such as grad_lower
+    samples: int  # rows drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What an algorithm costs one client on a task."""
+
+    start: Ledger
+    round: Ledger
+    call_up_bytes: int  # the broadcast, for a client that missed the last round
+
+    def total_bytes(self, participants: Any, clients: int) -> np.ndarray:
+        """Bytes up and down of all clients together, cumulated over rounds; index 0 is the start."""
+        each = self.round.bytes_up + self.round.bytes_down
+        return np.cumsum([clients * (self.start.bytes_up + self.start.bytes_down), *(each * np.asarray(participants))])
+
+
+def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None) -> Cost:
+    """The cost of this algorithm on this task, per client. `cohort` matters for gathers that send everybody's values."""
+    check_match(algorithm, task)
+    size = task.clients if cohort is None else cohort
+    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
+    key = jax.random.key(0)
+
+    def start(key):
+        call = Call(key, jnp.asarray(-1), None, jnp.ones(()))
+        return take_step(
+            algorithm, task, Step(INITIALISE, 0, True), None, seated(task, seat, call), call, _marked_exchange(size)
+        )
+
+    def one_round(key, server, client):
+        call = Call(key, jnp.asarray(0), server, jnp.ones(()))
+        return run_round(algorithm, task, client, seat, call, _marked_exchange(size))[0]
+
+    server, client = algorithm.split(jax.eval_shape(start, key))
+    name = type(algorithm).__name__
+    broadcast = jax.tree.leaves(algorithm.part(server, "shared"))
+    return Cost(
+        start=_ledger(jax.make_jaxpr(start)(key), f"{name}.init"),
+        round=_ledger(jax.make_jaxpr(one_round)(key, server, client), f"a round of {name}"),
+        call_up_bytes=sum(a.size * a.dtype.itemsize for a in broadcast),
+    )
+
+
+def _marked_exchange(size: int) -> Exchange:
+    """Exchanges that leave a mark in the program: its inputs are the question, its outputs the answer."""
+
+    def fed_mean(tree):
+        return jax.tree.map(lambda a: jnp.asarray(a) * 1, tree)  # an output of its own, even if it is not used
+
+    def gather(tree, reply, key):
+        def fed_gather(tree):
+            values = jax.tree.map(lambda a: jnp.broadcast_to(a, (size, *jnp.shape(a))), tree)
+            cohort = Cohort(jnp.arange(size), jnp.ones(size, bool))
+            return reply(values, cohort, jnp.asarray(0), key)
+
+        return jax.jit(fed_gather)(tree)
+
+    return Exchange(jax.jit(fed_mean), gather)
+
+
+def _ledger(program: Any, where: str) -> Ledger:
+    counts: collections.Counter[str] = collections.Counter()
+    _count(program.jaxpr, 1, counts, where)
+    # Draws that nothing uses cost nothing: the compiler drops them too.
+    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    drawn: collections.Counter[str] = collections.Counter()
+    _count(live, 1, drawn, where)
+    calls = {name.removeprefix("call "): n for name, n in sorted(counts.items()) if name.startswith("call ")}
+    return Ledger(
+        exchanges=counts["exchanges"],
+        gathers=counts["gathers"],
+        bytes_up=counts["up"],
+        bytes_down=counts["down"],
+        oracles={kind: counts[kind] for kind in ORACLE_KINDS if counts[kind]},
+        calls=calls,
+        samples=drawn["samples"],
+    )
+
+
+def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> None:
+    """Add the marks of a program that runs `times` times."""
+    for equation in jaxpr.eqns:
+        name, primitive = str(equation.params.get("name", "")), equation.primitive.name
+        if name in (_MEAN, _GATHER):
+            counts["exchanges"] += times
+            counts["gathers"] += times * (name == _GATHER)
+            counts["up"] += times * _nbytes(_question(equation))
+            counts["down"] += times * _nbytes(equation.outvars)
+        elif name == _DRAW:
+            counts["samples"] += times * equation.outvars[0].aval.shape[0]
+        elif name.startswith(_ORACLE):
+            kind, _, method = name.removeprefix(_ORACLE).partition("_")
+            counts[kind] += times
+            counts[f"call {method}"] += times
+        elif primitive == "while":
+            raise UserError(
+                f"{where} has a loop whose number of turns depends on the data, so its cost is not known in advance; use a "
+                "fixed number of iterations."
+            )
+        elif primitive == "cond":
+            branches = []
+            for branch in equation.params["branches"]:
+                branches.append(collections.Counter())
+                _count(branch.jaxpr, times, branches[-1], where)
+            for mark in {mark for branch in branches for mark in branch}:
+                counts[mark] += max(branch[mark] for branch in branches)
+        else:
+            turns = equation.params.get("length", 1) if primitive == "scan" else 1
+            for inner in equation.params.values():
+                if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
+                    _count(getattr(inner, "jaxpr", inner), times * turns, counts, where)
+
+
+def _question(equation: Any) -> list[Any]:
+    """The inputs of a mark that are the client's own (a gather's reply also closes over the step's key)."""
+    return [v for v in equation.invars if not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
+
+
+def _nbytes(variables: Any) -> int:
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)

@@ -1,0 +1,138 @@
+"""The table of all algorithms for the tests: one setting of each, a small task of its family, its row of the cost table.
+
+To add an algorithm, add a row to CASES.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from nestfed import Algorithm, Rows, Task, make, struct
+from nestfed.problems import Bilevel, SingleLevel
+
+FEATURES, BATCH = 3, 4
+
+
+@struct
+class Regression(SingleLevel):
+    """Least squares on a parameter tree of its own."""
+
+    def loss(self, x, batch, key):
+        inputs, targets = batch
+        return jnp.mean((inputs @ x["weights"] + x["bias"] - targets) ** 2)
+
+
+@struct
+class Hyper(Bilevel):
+    """Ridge regression below, with a shift of the parameters as the upper variable."""
+
+    strength: float = 0.3
+
+    def lower(self, x, y, batch, key):
+        inputs, targets = batch
+        return 0.5 * jnp.mean((inputs @ (y - x["shift"]) - targets) ** 2) + 0.5 * self.strength * jnp.sum(y**2)
+
+    def upper(self, x, y, batch, key):
+        inputs, targets = batch
+        return jnp.mean(jnp.log(jnp.cosh(inputs @ (y - 0.5 * x["shift"]) - targets))) + 0.05 * jnp.sum(x["shift"] ** 2)
+
+
+def rows(sizes=(8, 8, 8), seed=0, **options: Any) -> Rows:
+    random = np.random.default_rng(seed)
+    make_client = lambda n: (random.normal(size=(n, FEATURES)) + random.normal(), random.normal(size=n))
+    return Rows.from_clients([make_client(n) for n in sizes], **options)
+
+
+def regression(sizes=(8, 8, 8), **options: Any) -> Task:
+    start = {"weights": jnp.zeros(FEATURES), "bias": jnp.zeros(())}
+    return Task.create(Regression(), rows(sizes), start, **{"batch_size": BATCH} | options)
+
+
+def hyper(scope: str, sizes=(8, 8, 8), **options: Any) -> Task:
+    start = ({"shift": jnp.zeros(FEATURES)}, jnp.ones(FEATURES))
+    return Task.create(Hyper(scope=scope), rows(sizes), start, **{"batch_size": BATCH} | options)
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "single level": regression,
+    "local bilevel": functools.partial(hyper, "local"),
+    "global bilevel": functools.partial(hyper, "global"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One algorithm: its settings, its kind of task, and section 13's cost of one round for these settings.
+
+    up and phases are functions of d and d_y (numbers of floats); oracles count calls by kind; batches are draws.
+    """
+
+    settings: dict[str, Any]
+    task: str
+    up: Callable[[int, int], int]
+    phases: int
+    oracles: dict[str, int]
+    batches: int
+
+    def algorithm(self, name: str) -> Algorithm:
+        return make(name, **self.settings)
+
+
+STEPS = 2  # local steps
+Q = 3  # Hessian-vector products
+LOWER = 2  # T_in: repetitions of the lower loop
+SINGLE: dict[str, Any] = {"lr": 0.05, "local_steps": STEPS}
+LOCAL: dict[str, Any] = {"local_steps": STEPS, "hypergradient.terms": Q}
+NEST: dict[str, Any] = {
+    "lr": 0.05, "lower_lr": 0.1, "terms": Q, "lower_rounds": LOWER, "inner_steps": 2, "local_steps": STEPS
+}  # fmt: skip
+SIM: dict[str, Any] = {
+    "lr": 0.02, "lower_lr": 0.1, "z_lr": 0.1, "server_lr": 0.05, "server_lower_lr": 0.1, "server_z_lr": 0.1,
+    "local_steps": STEPS,
+}  # fmt: skip
+
+CASES: dict[str, Case] = {
+    "fedavg": Case(SINGLE, "single level", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    "fedprox": Case(SINGLE, "single level", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    "scaffold": Case(SINGLE, "single level", lambda d, _: 2 * d, 1, {"GRAD": STEPS}, STEPS),
+    "fedopt": Case(SINGLE, "single level", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    "fedadagrad": Case(SINGLE, "single level", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    "fedadam": Case(SINGLE, "single level", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    "fedyogi": Case(SINGLE, "single level", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    "fedbio": Case(
+        LOCAL | {"lr": 0.05, "lower_lr": 0.1}, "local bilevel", lambda d, _: d, 1,
+        {"GRAD": 2 * STEPS, "HVP": Q * STEPS, "MIX": STEPS}, (Q + 3) * STEPS,
+    ),
+    "fedbioacc": Case(
+        LOCAL | {"first_batch_multiplier": 2}, "local bilevel", lambda d, _: 2 * d, 1,
+        {"GRAD": 4 * STEPS, "HVP": 2 * Q * STEPS, "MIX": 2 * STEPS}, (Q + 3) * STEPS,
+    ),
+    "fednest": Case(
+        NEST, "global bilevel", lambda d, dy: 2 * dy * LOWER + (Q + 1) * dy + 2 * d, 2 * LOWER + Q + 3,
+        {"GRAD": LOWER * (1 + 2 * 2) + 1 + 2 * STEPS, "HVP": Q, "MIX": 1}, LOWER * 3 + 1 + Q + 1 + STEPS,
+    ),
+    "fednest-sgd": Case(
+        NEST, "global bilevel", lambda d, dy: dy * LOWER + (Q + 1) * dy + d, LOWER + Q + 2,
+        {"GRAD": LOWER * 2 + 1 + STEPS, "HVP": Q, "MIX": STEPS}, LOWER * 2 + 1 + Q + STEPS,
+    ),
+    "lfednest": Case(
+        NEST, "global bilevel", lambda d, dy: dy * LOWER + d, LOWER + 1,
+        {"GRAD": LOWER * 2 + 1 + 2 * STEPS, "HVP": Q, "MIX": 1}, LOWER * 2 + Q + 2 + STEPS,
+    ),
+    "fedmbo": Case(
+        NEST, "global bilevel", lambda d, dy: dy * LOWER + (Q + 1) * dy + 2 * d, LOWER + Q + 3,
+        {"GRAD": LOWER + 1 + 2 * STEPS, "HVP": Q, "MIX": 1}, LOWER + 1 + Q + 1 + STEPS,
+    ),
+    "simfbo": Case(
+        SIM, "global bilevel", lambda d, dy: d + 2 * dy, 1,
+        {"GRAD": 2 * STEPS, "HVP": STEPS, "MIX": STEPS}, 4 * STEPS,
+    ),
+    "shrofbo": Case(
+        SIM, "global bilevel", lambda d, dy: d + 2 * dy, 1,
+        {"GRAD": 2 * STEPS, "HVP": STEPS, "MIX": STEPS}, 4 * STEPS,
+    ),
+}  # fmt: skip

@@ -1,0 +1,67 @@
+"""Every algorithm of the registry passes the public suite; a broken one of each kind fails it with the right words."""
+
+import jax
+import pytest
+from cases import CASES, TASKS, regression
+
+from nestfed import ALGORITHMS, struct
+from nestfed.algorithms.fedavg import FedAvg
+from nestfed.checks import CHECKS, NonConforming, check_algorithm
+
+
+def test_every_registered_algorithm_has_a_case():
+    assert set(CASES) == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_algorithm_conforms(name):
+    case = CASES[name]
+    assert len(check_algorithm(case.algorithm(name), TASKS[case.task]())) == len(CHECKS)
+
+
+@struct
+class LeaksPrivateValue(FedAvg):
+    def step(self, problem, s, draw, fed):
+        return s._replace(x=s.x - self.lr * problem.gradient(s.x, draw(0)))  # forgot to average
+
+
+@struct
+class ChangesType(FedAvg):
+    def step(self, problem, s, draw, fed):
+        return s._replace(x=super().step(problem, s, draw, fed).x.astype("float32"))
+
+
+@struct
+class ExchangesInsideLoop(FedAvg):
+    def step(self, problem, s, draw, fed):
+        descend = lambda j, x: fed.mean(x - self.lr * problem.gradient(x, draw(j)))
+        return s._replace(x=jax.lax.fori_loop(0, 3, descend, s.x))
+
+
+@struct
+class DependsOnClientOrder(FedAvg):
+    def step(self, problem, s, draw, fed):
+        x = s.x - self.lr * problem.gradient(s.x, draw(0))
+        return s._replace(x=fed.gather(x)[0] if fed.sync else x)
+
+
+@struct
+class SpreadsAbsentValues(FedAvg):
+    def step(self, problem, s, draw, fed):
+        x = s.x - self.lr * problem.gradient(s.x, draw(0))
+        return s._replace(x=fed.gather(x).mean(0) if fed.sync else x)  # a mean over everybody, present or not
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (LeaksPrivateValue, "Shared field x .* depends on one client's private values"),
+        (ChangesType, "changes the State field x from float64.* to float32"),
+        (ExchangesInsideLoop, "inside a loop .* entry in schedule"),
+        (DependsOnClientOrder, "order of clients does not matter"),
+        (SpreadsAbsentValues, "message passing and simulation of a cohort"),
+    ],
+)
+def test_broken_algorithm_fails_with_the_right_words(broken, words):
+    with pytest.raises(NonConforming, match=words):
+        check_algorithm(broken(lr=0.05, local_steps=2), regression())
