@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from nestfed.core import Algorithm, Array, Task, UserError, validate
+from nestfed.core import Algorithm, Array, Task, UserError, check_registered, validate
 from nestfed.engine import Plan, collective, start_all
 from nestfed.program import INITIALISE, Call, Step, all_seats, run_round, seated, step_alone, take_step
 
@@ -104,11 +104,12 @@ def cohort_size(cohort: int | float | None, clients: int) -> int | None:
 def check_match(algorithm: Algorithm, task: Task) -> None:
     """Does this algorithm solve this kind of problem, with settings in range?"""
     name, problem = type(algorithm).__name__, task.problem
+    check_registered(algorithm)
     validate(algorithm)
     if algorithm.family != problem.family:
         raise UserError(
             f"{name} solves {algorithm.family} problems; the task's {type(problem).__name__} is {problem.family}. Choose "
-            "an algorithm of that family, or an adapter of nestfed.problems."
+            "an algorithm of that family, or an adapter of nestfed.adapters."
         )
     if algorithm.scope is not None and algorithm.scope != problem.scope:
         raise UserError(

@@ -67,6 +67,12 @@ def struct(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))
 
 
+def check_registered(record: Any) -> None:
+    """A subclass without @struct looks right and fails deep inside JAX: say so at the border."""
+    if any(leaf is record for leaf in jax.tree.leaves(record)):
+        raise UserError(f"{type(record).__name__} is not registered; write @nestfed.struct above the class.")
+
+
 @struct
 class PowerDecay:
     """Step size scale / (offset + slope t)^power; use it in place of a number."""
@@ -200,13 +206,22 @@ class ClientRows:
 
     def take(self, indices: Array) -> PyTree:
         """Rows of this client by their number, 0 .. size - 1."""
-        return jax.tree.map(lambda column: column[self.offset + indices], self.columns)
+        return jax.tree.map(lambda column: jnp.asarray(column)[self.offset + indices], self.columns)
 
     def draw_rows(self, key: Array, count: int) -> PyTree:
         """`count` of this client's rows, uniformly and with replacement; every leaf [count, ...]."""
         if self.columns is None:
             raise UserError("this client has constants and no rows to draw from.")
         return _draw_rows(self.columns, self.offset, self.size, key, count)
+
+    def draw_each(self, key: Array, count: int) -> PyTree:
+        """`count` batches of one row each, side by side: every leaf [count, ...]."""
+        if self.columns is None:
+            rows = None
+        else:
+            rows = jax.tree.map(lambda a: a[:, None], self.draw_rows(key, count))
+        constants = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *jnp.shape(a))), self.constants)
+        return dataclasses.replace(self, constants=constants).as_batch(rows)
 
     def draw(self, key: Array, count: int) -> PyTree:
         """A batch of `count` of this client's rows; a client with constants only always gives these."""
@@ -269,6 +284,9 @@ class Rows:
             if constants is None:
                 raise UserError("no data were given: pass one tree of arrays per client, or constants=.")
             number = _common_length(jax.tree.leaves(constants), "constants")
+            if number == 0:
+                raise UserError("constants without an entry were given; a federation has at least one client.")
+            _check_finite(constants, np.ones(number, int), "constants")
             empty = np.zeros(number, np.int32)
             return cls(
                 columns=None, offsets=empty, sizes=empty + 1, ids=_ids(ids, number), constants=constants, largest=1
@@ -304,6 +322,11 @@ class Rows:
         rows = _common_length([*jax.tree.leaves(columns), client], "the table")
         if rows == 0:
             raise UserError("the table has no rows.")
+        if not np.issubdtype(client.dtype, np.integer) or client.min() < 0:
+            wrong = client[0] if not np.issubdtype(client.dtype, np.integer) else client.min()
+            raise UserError(
+                f"the table names a client {wrong!r}; number the clients 0, 1, 2, ... (numpy.unique does it)."
+            )
         sizes = np.bincount(client)
         missing = np.flatnonzero(sizes == 0)
         if missing.size:
@@ -314,19 +337,10 @@ class Rows:
     @classmethod
     def _checked(cls, columns: PyTree, sizes: np.ndarray, constants: PyTree, ids: Sequence[int] | None) -> "Rows":
         offsets = np.cumsum(sizes) - sizes
-        for path, column in jax.tree_util.tree_leaves_with_path(columns):
-            if not np.issubdtype(column.dtype, np.floating):
-                continue
-            finite = np.isfinite(column).reshape(len(column), -1).all(1)
-            if not finite.all():
-                row = int(np.flatnonzero(~finite)[0])
-                client = int(np.searchsorted(offsets, row, side="right")) - 1
-                raise UserError(
-                    f"the data hold a NaN or infinite value in column {jax.tree_util.keystr(path) or '(the only one)'}, "
-                    f"client {client}, row {row - offsets[client]}; fill in or remove such rows first."
-                )
+        _check_finite(columns, sizes, "data")
         if constants is not None and _common_length(jax.tree.leaves(constants), "constants") != sizes.size:
             raise UserError(f"constants must have one entry for each of the {sizes.size} clients.")
+        _check_finite(constants, np.ones(sizes.size, int), "constants")
         # x64 off would truncate int64 silently; int32 numbers two thousand million rows.
         as_index = lambda a: np.asarray(a, np.int32)
         largest = int(sizes.max())
@@ -375,6 +389,29 @@ class Rows:
         )
 
 
+def _check_finite(columns: PyTree, sizes: np.ndarray, what: str) -> None:
+    """Refuse NaN and infinity, naming column, client and row; clients' rows lie side by side."""
+    offsets = np.cumsum(sizes) - sizes
+    for path, column in jax.tree_util.tree_leaves_with_path(columns):
+        if not jnp.issubdtype(np.asarray(column).dtype, jnp.floating):
+            continue
+        finite = np.isfinite(np.asarray(column, float)).reshape(len(column), -1).all(1)
+        if not finite.all():
+            row = int(np.flatnonzero(~finite)[0])
+            client = int(np.searchsorted(offsets, row, side="right")) - 1
+            raise UserError(
+                f"the {what} hold a NaN or infinite value in column {jax.tree_util.keystr(path) or '(the only one)'}, "
+                f"client {client}, row {row - offsets[client]}; fill in or remove such rows first."
+            )
+
+
+def _whole_numbers(values: Any, number: int) -> np.ndarray | None:
+    """`number` whole numbers of 32 bits, or None if the values are not that."""
+    array = np.asarray(values)
+    fits = np.issubdtype(array.dtype, np.integer) and array.shape == (number,) and np.all(abs(array) < 2**31)
+    return array.astype(np.int32) if fits else None
+
+
 def _common_length(leaves: Sequence[Array], where: str) -> int:
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in leaves}
     if len(lengths) != 1 or None in lengths:
@@ -384,8 +421,8 @@ def _common_length(leaves: Sequence[Array], where: str) -> int:
 
 
 def _ids(ids: Sequence[int] | None, number: int) -> np.ndarray:
-    chosen = np.arange(number, dtype=np.int32) if ids is None else np.asarray(ids, np.int32)
-    if chosen.shape != (number,) or np.unique(chosen).size != number:
+    chosen = _whole_numbers(range(number) if ids is None else ids, number)
+    if chosen is None or np.unique(chosen).size != number:
         raise UserError(f"ids={ids!r} must be {number} different whole numbers, one per client.")
     return chosen
 
@@ -516,15 +553,19 @@ class Task:
         `params` is the tree of the only variable, or a tuple with one tree per variable of the problem.
         `weights` is "uniform", "samples" (by numbers of rows) or one number per client.
         """
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
             raise UserError(f"batch_size={batch_size!r} was given; it must be a whole number, 1 or more.")
+        if not isinstance(data, Rows):
+            raise UserError(
+                f"data of type {type(data).__name__} were given; make them with Rows.from_clients or from_table."
+            )
         problem, flat = problem.bind(params)
         task = cls(
             problem=problem,
             data=data,
             params=flat,
             weights=_weights(weights, data),
-            batch_size=batch_size,
+            batch_size=int(batch_size),
             local_steps=None if local_steps is None else _local_steps(local_steps, data),
             **fields,
         )
@@ -563,11 +604,11 @@ def _weights(weights: Any, data: Rows) -> np.ndarray:
     return raw / raw.sum()
 
 
-def _local_steps(steps: Sequence[int], data: Rows) -> np.ndarray:
-    chosen = np.asarray(steps, np.int32)
-    if chosen.shape != (data.clients,) or (chosen < 1).any():
+def _local_steps(steps: Any, data: Rows) -> np.ndarray:
+    chosen = _whole_numbers(steps, data.clients)
+    if chosen is None or (chosen < 1).any():
         raise UserError(
-            f"local_steps={list(steps)} must be one whole number, 1 or more, for each of {data.clients} clients."
+            f"local_steps={steps!r} must be one whole number, 1 or more, for each of {data.clients} clients."
         )
     return chosen
 

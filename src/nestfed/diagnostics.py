@@ -214,7 +214,7 @@ def bilevel(task, server, client, data, fed):
         values |= {"z_error": jnp.sqrt(norm2(server.z - z))}
     if fed.unsynced is not None:
         values |= consensus(task, server, client, data, fed)
-        if getattr(server, "nu", None) is not None:
+        if task.problem.scope == "local" and getattr(server, "nu", None) is not None:
             values |= momentum_errors(task, server, client, data, fed)
     return values
 
@@ -237,7 +237,10 @@ def hypergradients(task, server, client, data, fed, estimator=EXACT):
 
 
 def consensus(task, server, client, data, fed):
-    """mean_k ||v_k - mean v||^2 of every shared vector v just before the last step of the round."""
+    """mean_k ||v_k - mean v||^2 of every shared vector v just before the last step of the round.
+
+    A client that was absent counts with its state of the last round in which it took part.
+    """
     if fed.unsynced is None:
         raise UserError("the consensus error is that of the states before synchronisation: run with unsynced=True.")
     shared = zip(server._fields, server, fed.unsynced, strict=True)

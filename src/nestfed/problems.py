@@ -18,7 +18,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.random import fold_in, randint
 
-from nestfed.core import Array, ClientRows, Fed, Layout, PyTree, Sample, UserError, setting, static, struct
+from nestfed.core import (
+    Array,
+    ClientRows,
+    Fed,
+    Layout,
+    PyTree,
+    Sample,
+    UserError,
+    check_registered,
+    setting,
+    static,
+    struct,
+)
 
 ORACLE_KINDS = ("GRAD", "VAL", "VJP", "HVP", "MIX", "SOLVE")
 
@@ -52,7 +64,8 @@ class Problem:
         if len(self.variables) > 1 and not (isinstance(params, tuple) and len(params) == len(self.variables)):
             raise UserError(
                 f"{type(self).__name__} has the variables {', '.join(self.variables)}: params must be a tuple of "
-                f"{len(self.variables)} starting points, in this order; {type(params).__name__} was given."
+                f"{len(self.variables)} starting points, in this order; "
+                f"{f'{len(params)} were' if isinstance(params, tuple) else f'a {type(params).__name__} was'} given."
             )
         layouts = tuple(Layout.of(tree, name) for tree, name in zip(trees, self.variables, strict=True))
         flat = tuple(layout.flatten(tree) for layout, tree in zip(layouts, trees, strict=True))
@@ -67,10 +80,17 @@ class Problem:
         return x
 
     def feasible_x(self, x: Array) -> Array:
-        """`project_x` on the flat vector; costs nothing unless a subclass defines a projection."""
-        if type(self).project_x is Problem.project_x:
-            return x
-        return self.layouts[0].flatten(self.project_x(self.tree(0, x)))
+        """`project_x` on the flat vector; costs nothing unless the user defined a projection."""
+        return self._projected(0, "project_x", x)
+
+    def defines(self, method: str) -> bool:
+        """Did the user define this method, or does the class have its default?"""
+        return getattr(type(self), method).__module__ != __name__
+
+    def _projected(self, variable: int, method: str, vector: Array) -> Array:
+        if not self.defines(method):
+            return vector
+        return self.layouts[variable].flatten(getattr(self, method)(self.tree(variable, vector)))
 
     def sample(self, data: ClientRows, key: Array, size: int) -> PyTree:
         return data.draw(key, size)
@@ -80,6 +100,7 @@ class Problem:
 
     def check(self, task: Any) -> None:
         """Try every function on the shapes of a batch, so that a mismatch shows at construction."""
+        check_registered(self)
         key = jax.random.key(0)
         data = task.data.client(0)
         try:
@@ -96,10 +117,14 @@ class Problem:
                     f"{[layout.shapes for layout in self.layouts]}: {first_line(error)}. Do the starting point and "
                     "the columns of the data fit together?"
                 ) from error
-            shape = getattr(result, "shape", None)
-            if shape is None or (expected is not None and len(shape) != expected):
+            shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
+            wrong_shape = shape is None or (expected is not None and len(shape) != expected)
+            if wrong_shape or not jnp.issubdtype(dtype, jnp.floating):
                 wanted = {0: "one number (the mean over the batch)", 1: "a vector"}.get(expected, "an array")
-                raise UserError(f"{type(self).__name__}.{name} must return {wanted}; it returned shape {shape}.")
+                given = f"a {type(result).__name__}" if shape is None else f"shape {shape} of type {dtype}"
+                raise UserError(
+                    f"{type(self).__name__}.{name} must return {wanted}, in floating point; it returned {given}."
+                )
 
     def functions(self, params: Sequence[Array], key: Array):
         """(name, number of axes of its result or None, batch -> result) of every function the user wrote."""
@@ -169,9 +194,7 @@ class Bilevel(Problem):
         return y
 
     def feasible_y(self, y: Array) -> Array:
-        if type(self).project_y is Bilevel.project_y:
-            return y
-        return self.layouts[1].flatten(self.project_y(self.tree(1, y)))
+        return self._projected(1, "project_y", y)
 
     def upper_flat(self, x, y, sample: Sample):
         return self.upper(self.tree(0, x), self.tree(1, y), sample.batch, sample.key)
@@ -312,6 +335,9 @@ class Neumann:
         return _hypergradients(problem, points, upper, mixed, series)
 
 
+_LENGTH_KEY = 2**31 - 2  # far from any number that a user's function may fold in
+
+
 @struct
 class RandomTruncation:
     """(N / l) prod_{n=1}^{N'} (I - H / l) with N' uniform in 0 .. N - 1: the expectation of the N-term sum.
@@ -324,7 +350,7 @@ class RandomTruncation:
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, _ = _batches(draw, False)
-        last = randint(fold_in(upper.key, 1), (), 0, self.terms)
+        last = randint(fold_in(upper.key, _LENGTH_KEY), (), 0, self.terms)
 
         def chain(vs):
             def factor(n, vectors):
@@ -404,7 +430,7 @@ class Compositional(Problem):
 
     @property
     def has_extra(self) -> bool:
-        return type(self).extra is not Compositional.extra
+        return self.defines("extra")
 
     def inner_flat(self, x, sample: Sample):
         return jnp.ravel(self.inner(self.tree(0, x), sample.batch, sample.key))
@@ -617,9 +643,7 @@ class Minimax(Problem):
         raise UserError(f"{type(self).__name__} has no group_risks; methods that reweigh groups need it.")
 
     def feasible_alpha(self, alpha: Array) -> Array:
-        if type(self).project_alpha is Minimax.project_alpha:
-            return alpha
-        return self.layouts[1].flatten(self.project_alpha(self.tree(1, alpha)))
+        return self._projected(1, "project_alpha", alpha)
 
     def value_flat(self, x, alpha, sample: Sample):
         return self.value(self.tree(0, x), self.tree(1, alpha), sample.batch, sample.key)
@@ -687,101 +711,3 @@ class Constrained(Problem):
         both = lambda batch: (self.objective(x, batch, fed.key), self.constraints(x, batch, fed.key))
         objective, constraints = fed.mean(data.average(both))
         return {"objective": objective, "violation": jnp.maximum(constraints, 0).max()}
-
-
-# ------------------------------------------------------------------------------------------------- adapters
-
-# A problem of one class seen as one of a wider class, without touching the user's code: a solver of the wider class
-# then serves it. Each adapter holds the problem it wraps.
-
-
-def batch_of_one(row: PyTree) -> PyTree:
-    return jax.tree.map(lambda a: a[None], row)
-
-
-@struct
-class SingleAsConditional(Conditional):
-    """P1 as P4: the inner function is x itself and the outer one the loss."""
-
-    problem: SingleLevel
-
-    def sample_inner(self, data, xi, key, count):
-        return jnp.zeros(count)
-
-    def inner(self, x, xi, eta, key):
-        return self.layouts[0].flatten(x)
-
-    def outer(self, y, xi, key):
-        return self.problem.loss(self.layouts[0].unflatten(y), batch_of_one(xi), key)
-
-
-@struct
-class LocalCompositionAsConditional(Conditional):
-    """P3-local as P4: one outer sample, inner samples drawn independently of it."""
-
-    problem: Compositional
-
-    def sample_inner(self, data, xi, key, count):
-        return data.draw_rows(key, count)
-
-    def inner(self, x, xi, eta, key):
-        return self.problem.inner(x, batch_of_one(eta), key)
-
-    def outer(self, y, xi, key):
-        return self.problem.outer(y, batch_of_one(xi), key)
-
-    def composite(self, x, xi, etas, key):
-        return super().composite(x, xi, etas, key) + self.problem.extra(x, batch_of_one(xi), key)
-
-
-@struct
-class CompositionAsBilevel(Bilevel):
-    """P3-global as P2-global: the lower problem min_y 1/2 ||y - inner(x)||^2 is solved by the averaged inner value."""
-
-    problem: Compositional
-    scope: str = setting("one lower problem for all", default="global", choices=("global", "local"), static=True)
-
-    def upper(self, x, y, batch, key):
-        return self.problem.extra(x, batch, key) + self.problem.outer(y, batch, key)
-
-    def lower(self, x, y, batch, key):
-        return 0.5 * jnp.sum((y - self.problem.inner(x, batch, key)) ** 2)
-
-    def project_y(self, y):
-        return self.problem.project_y(y)
-
-    def project_x(self, x):
-        return self.problem.project_x(x)
-
-
-@struct
-class MinimaxAsBilevel(Bilevel):
-    """P6 with a strongly concave inner maximum as P2-global: the lower objective is minus the value."""
-
-    problem: Minimax
-    scope: str = setting("one lower problem for all", default="global", choices=("global",), static=True)
-
-    def upper(self, x, y, batch, key):
-        return self.problem.value(x, y, batch, key)
-
-    def lower(self, x, y, batch, key):
-        return -self.problem.value(x, y, batch, key)
-
-    def project_x(self, x):
-        return self.problem.project_x(x)
-
-    def project_y(self, y):
-        return self.problem.project_alpha(y)
-
-
-@struct
-class NaiveComposition(SingleLevel):
-    """Not an inclusion but the usual mistake: every client composes the outer function with its *own* inner one.
-
-    It is what plain averaging of losses does to a composition, kept as the negative control of the demonstrations.
-    """
-
-    problem: Compositional
-
-    def loss(self, x, batch, key):
-        return self.problem.extra(x, batch, key) + self.problem.outer(self.problem.inner(x, batch, key), batch, key)

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nestfed.adapters import CompositionAsBilevel, NaiveComposition
 from nestfed.core import Rows, Task, struct
-from nestfed.problems import Bilevel, Compositional, CompositionAsBilevel, NaiveComposition, SingleLevel
+from nestfed.problems import Bilevel, Compositional, SingleLevel
 
 
 @struct
