@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nestfed import Rows, advance, make, simulate, start, sweep
-from nestfed.problems import Dense, Neumann
+from nestfed.hypergradients import Dense, Neumann
 from nestfed.tasks import toys
 
 TRACE, LIMIT = 1e-8, 1e-5

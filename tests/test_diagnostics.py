@@ -10,7 +10,8 @@ from numpy.testing import assert_allclose
 
 from nestfed import Rows, Task, UserError, evaluate, make, simulate, struct
 from nestfed import diagnostics as d
-from nestfed.problems import Bilevel, Dense, Neumann, SingleLevel
+from nestfed.hypergradients import Dense, Neumann
+from nestfed.problems import Bilevel, SingleLevel
 from nestfed.tasks.toys import quadratics, scalar_bilevel
 
 SIZES = (2, 5, 3)  # ragged, and not in order of size: results must come back in the order of the clients

@@ -26,20 +26,8 @@ from nestfed.adapters import (
     SingleAsConditional,
 )
 from nestfed.core import Layout
-from nestfed.problems import (
-    Bilevel,
-    Compositional,
-    Conditional,
-    ConjugateGradient,
-    Constrained,
-    Dense,
-    LinearSystem,
-    Minimax,
-    Neumann,
-    Personalised,
-    RandomTruncation,
-    SingleLevel,
-)
+from nestfed.hypergradients import ConjugateGradient, Dense, LinearSystem, Neumann, RandomTruncation
+from nestfed.problems import Bilevel, Compositional, Conditional, Constrained, Minimax, Personalised, SingleLevel
 from nestfed.tasks.toys import Line, counterexample, scalar_bilevel
 
 KEY, OTHER_KEY = jax.random.split(jax.random.key(0))

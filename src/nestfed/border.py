@@ -174,7 +174,7 @@ def check_contract(algorithm: Algorithm, task: Task) -> None:
     if leak is None:
         _, clients = jax.eval_shape(lambda: start_all(algorithm, task, key, Plan()))
         seats = all_seats(task)
-        together = lambda pair: run_round(algorithm, task, *pair, _call(key, server), collective(pair[1]))[0]
+        together = lambda pair: run_round(algorithm, task, pair[0], pair[1], _call(key, server), collective(pair[1]))[0]
         leak = _leaking_field(algorithm, together, (clients, seats))
     if leak is not None:
         raise UserError(

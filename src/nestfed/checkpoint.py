@@ -53,7 +53,7 @@ def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, n
     arrays |= {f"history/{name}": np.asarray(column) for name, column in history.items()}
     arrays["about"] = np.frombuffer(json.dumps({"format": FORMAT, "identity": identity}).encode(), np.uint8)
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    np.savez(buffer, allow_pickle=False, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     neighbour = path.with_name(f".{path.name}.{os.getpid()}.part")
     with neighbour.open("wb") as file:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.random import bits, fold_in
 
 Array = Any  # jax.Array, numpy.ndarray or a Python number
@@ -107,7 +108,7 @@ def validate(record: Any) -> None:
         value, rules = getattr(record, field.name), field.metadata.get("rules")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             validate(value)
-        if rules is None or callable(value) or isinstance(value, jax.core.Tracer):
+        if rules is None or callable(value) or isinstance(value, Tracer):
             continue
         if value is None and field.default is None:
             continue

@@ -21,7 +21,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from nestfed.border import check_match
 from nestfed.core import Algorithm, Cohort, Task, UserError
 from nestfed.problems import ORACLE_KINDS
-from nestfed.program import INITIALISE, Call, Exchange, Seat, Step, run_round, seated, take_step
+from nestfed.program import INITIALISE, Call, Exchange, Seat, Step, as_float, run_round, seated, take_step
 
 _DRAW, _MEAN, _GATHER, _ORACLE = "_draw_rows", "fed_mean", "fed_gather", "oracle_"
 
@@ -84,7 +84,7 @@ def _marked_exchange(size: int) -> Exchange:
     """Exchanges that leave a mark in the program: its inputs are the question, its outputs the answer."""
 
     def fed_mean(tree):
-        return jax.tree.map(lambda a: jnp.asarray(a) * 1, tree)  # an output of its own, even if it is not used
+        return jax.tree.map(lambda a: as_float(a) * 1, tree)  # an output of its own, even if it is not used
 
     def gather(tree, reply, key):
         def fed_gather(tree):
@@ -152,7 +152,7 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> N
 
 def _question(equation: Any) -> list[Any]:
     """The inputs of a mark that are the client's own (a gather's reply also closes over the step's key)."""
-    return [v for v in equation.invars if not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
+    return [v for v in equation.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
 
 
 def _nbytes(variables: Any) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from nestfed.algorithms import make
-from nestfed.problems import Dense
+from nestfed.hypergradients import Dense
 from nestfed.simulate import simulate
 from nestfed.tasks import toys
 
@@ -51,7 +51,7 @@ def methods() -> list[tuple[str, str, Any, Any]]:
         ),
         (
             BILEVEL, "FedBiOAcc",
-            make("fedbioacc", lr=1.0, lower_lr=4.0, u=8.0, sigma2=0.001, local_steps=2, hypergradient=Dense()),
+            make("fedbioacc", lr=1.0, lower_lr=4.0, u=8.0, sigma2=0.05, local_steps=2, hypergradient=Dense()),
             toys.scalar_bilevel(),
         ),
     ]  # fmt: skip
@@ -118,11 +118,11 @@ def _draw_landscape(axes: Any, curves: list[Curve]) -> None:
             curve.x[-1], height, "o", color=COLOURS[curve.method], markersize=9 if curve.method != "SimFBO" else 5
         )
         axes.annotate(
-            curve.method, (curve.x[-1], height), xytext=(8, -16 if curve.method == "SimFBO" else 8),
+            curve.method, (curve.x[-1], height), xytext=(8, 8 if curve.method == "FedNest" else -16),
             textcoords="offset points", color=COLOURS[curve.method],
         )  # fmt: skip
     axes.set(xlabel="x", ylabel="value", ylim=(1.6, 4.6), title="The problem of the middle panel")
-    axes.legend(frameon=False, loc="upper center", fontsize=9)
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
 
 
 def _draw_paths(axes: Any, curves: list[Curve], problem: str, title: str) -> None:

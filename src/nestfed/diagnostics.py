@@ -33,7 +33,7 @@ from jax.random import fold_in, normal
 from nestfed import engine
 from nestfed.border import as_key, check_positive
 from nestfed.core import Algorithm, Array, PyTree, Sample, Task, UserError, fold
-from nestfed.problems import Dense
+from nestfed.hypergradients import Dense
 from nestfed.program import BATCH, draws
 
 TOLERANCE = 1e-13  # of a lower gradient's norm, where the rounding allows it

@@ -27,6 +27,7 @@ from nestfed.program import (
     Seat,
     Step,
     all_seats,
+    as_float,
     choose_cohort,
     cohort_of,
     replay,
@@ -48,6 +49,9 @@ class Run(NamedTuple):
     unsynced: Any  # State of every client before the last step of its last round; None unless asked for
     round: Array  # rounds done
     diverged: Array  # the round in which a value became non-finite, or -1; the state is the last finite one
+
+
+KEPT = ("shared", "server", "local")  # Scratch fields come and go within a round
 
 
 class Plan(NamedTuple):
@@ -73,7 +77,7 @@ def collective(seat: Seat) -> Exchange:
 
     def mean(tree):
         def leaf(a):
-            a = jnp.asarray(a)
+            a = as_float(a)
             weighted = jnp.where(seat.weight > 0, seat.weight.astype(a.dtype) * a, 0)  # 0 * NaN would be NaN
             return lax.psum(weighted, "clients") / jnp.where(total > 0, total, 1).astype(a.dtype)
 
@@ -87,15 +91,20 @@ def collective(seat: Seat) -> Exchange:
     return Exchange(mean, gather)
 
 
-def _in_chunks(function: Callable, arguments: PyTree, chunk: int | None) -> PyTree:
-    """function over the leading axis of its arguments: side by side, or `chunk` at a time to bound memory."""
+def _in_chunks(function: Callable, arguments: PyTree, chunk: int | None, order: Array | None = None) -> PyTree:
+    """function over the leading axis of its arguments: side by side, or `chunk` at a time to bound memory.
+
+    `order` says who shares a chunk (neighbours in it); results come back in the order of the arguments.
+    """
     number = jax.tree.leaves(arguments)[0].shape[0]
     if chunk is None or chunk >= number:
         return jax.vmap(function)(arguments)
+    order = jnp.arange(number) if order is None else jnp.asarray(order)
     blocks = -(-number // chunk)
-    index = jnp.minimum(jnp.arange(blocks * chunk), number - 1).reshape(blocks, chunk)
+    index = order[jnp.minimum(jnp.arange(blocks * chunk), number - 1)].reshape(blocks, chunk)
     results = lax.map(lambda i: jax.vmap(function)(jax.tree.map(lambda a: a[i], arguments)), index)
-    return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number], results)
+    back = jnp.argsort(order)
+    return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number][back], results)
 
 
 def _with_replays(
@@ -104,6 +113,7 @@ def _with_replays(
     seats: Seat,
     key: Array,
     chunk: int | None,
+    order: Array | None = None,
     common: bool = False,
 ) -> PyTree:
     """Run a program that exchanges for all seats, in passes: each pass knows the answers of the passes before it.
@@ -130,7 +140,7 @@ def _with_replays(
             jax.eval_shape(one_client, jax.tree.map(lambda a: a[0], inputs))
             if not asked:
                 return jax.vmap(one_client, out_axes=None)(inputs)
-        result = _in_chunks(one_client, inputs, chunk)
+        result = _in_chunks(one_client, inputs, chunk, order)
         if not asked:
             return result
         reply = asked[0].reply
@@ -139,7 +149,8 @@ def _with_replays(
         elif reply is everything:
             answers.append((False, result))
         else:
-            answers.append((True, jax.vmap(lambda slot: reply(result, cohort_of(seats), slot, key))(seats.slot)))
+            own_reply = functools.partial(reply, result, cohort_of(seats), key=key)
+            answers.append((True, jax.vmap(lambda slot: own_reply(slot=slot))(seats.slot)))
 
 
 def start_all(algorithm: Algorithm, task: Task, key: Array, plan: Plan):
@@ -245,6 +256,7 @@ def _one_round(algorithm: Algorithm, task: Task, key: Array, run: Run, round: Ar
     choose = lambda new, old: jax.tree.map(lambda b, a: jnp.where(healthy, b, a), new, old)
     unsynced = run.unsynced
     if plan.unsynced:
+        before = algorithm.part(before, *KEPT)
         unsynced = put(unsynced, choose(keep_absent(before, pick(unsynced)), pick(unsynced)))
     new = Run(
         server=choose(server, run.server),
@@ -268,9 +280,7 @@ def measure_all(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Pl
     Clients run in chunks of similar size, smallest first, each over exactly its own rows: the cost follows the number
     of rows, not clients x largest client.
     """
-    order = jnp.argsort(task.data.sizes)
-    seats = jax.tree.map(lambda a: a[order], all_seats(task))
-    clients, unsynced = jax.tree.map(lambda a: a[order], (run.clients, run.unsynced))
+    seats, by_size = all_seats(task), jnp.argsort(task.data.sizes)
     common_key = fold(key, METRICS)
 
     def program(argument, exchange):
@@ -293,7 +303,8 @@ def measure_all(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Pl
         return jax.tree.map(jnp.asarray, values)
 
     try:
-        return _with_replays(program, (seats, clients, unsynced), seats, common_key, plan.chunk or 64, common=True)
+        arguments = seats, run.clients, run.unsynced
+        return _with_replays(program, arguments, seats, common_key, plan.chunk or 64, by_size, common=True)
     except ValueError as error:
         if "out_axes" not in str(error):
             raise
@@ -332,7 +343,7 @@ def _update_output(run: Run, key: Array, round: Array, values: dict[str, Array],
         take = bernoulli(fold(key, OUTPUT, round), 1.0 / done) & (run.diverged < 0)  # reservoir of size one
         new = server
     else:
-        value = values[plan.select]
+        value = values[plan.select or ""]
         take = due & (value < score) & (run.diverged < 0)
         score, new = jnp.where(take, value, score).astype(score.dtype), server
     chosen = jax.tree.map(lambda b, a: jnp.where(take, b, a), new, old.server)
@@ -347,7 +358,9 @@ def start(algorithm: Algorithm, task: Task, key: Array, plan: Plan) -> Run:
     server, clients = start_all(algorithm, task, key, plan)
     # A weak type (from a Python number) would change in the first round and break the loop's types.
     server, clients = jax.tree.map(lambda a: lax.convert_element_type(a, jnp.asarray(a).dtype), (server, clients))
-    unsynced = begin_all(algorithm, server, clients, task.clients) if plan.unsynced else None
+    unsynced = None
+    if plan.unsynced:
+        unsynced = algorithm.part(begin_all(algorithm, server, clients, task.clients), *KEPT)
     minus_one = jnp.asarray(-1, jnp.int32)
     diverged = jnp.where(finite((server, clients)), minus_one, 0)
     return Run(server, clients, _first_output(server, plan), unsynced, jnp.asarray(0, jnp.int32), diverged)

@@ -197,7 +197,7 @@ def _gather_alone(tree, reply, key):
     return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), 0, key)
 
 
-_ALONE = Exchange(mean=lambda tree: tree, gather=_gather_alone)
+_ALONE = Exchange(mean=lambda tree: jax.tree.map(as_float, tree), gather=_gather_alone)
 
 
 def step_alone(algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any) -> Any:
@@ -206,11 +206,18 @@ def step_alone(algorithm: Algorithm, task: Task, step: Step, call: Call, state: 
     return take_step(algorithm, task, step, state, seated(task, seat, call), call, _ALONE)
 
 
+def as_float(a: Array) -> Array:
+    """Means are of numbers: whole numbers and switches are averaged as floats."""
+    a = jnp.asarray(a)
+    return a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(float)
+
+
 def weighted_mean(values: PyTree, weights: Array) -> PyTree:
     """Mean over the leading axis. Clients of weight zero are left out: even a NaN of theirs does not spread."""
     total = weights.sum()
 
     def leaf(a):
+        a = as_float(a)
         shape = (-1,) + (1,) * (a.ndim - 1)
         w = weights.astype(a.dtype).reshape(shape)
         return jnp.where(w > 0, w * a, 0).sum(0) / jnp.where(total > 0, total, 1).astype(a.dtype)

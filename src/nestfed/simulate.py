@@ -274,7 +274,7 @@ def _diagnosed(
     result = Result(algorithm, task, run, history.evaluations(), history.participants())
     kept = f" The last finite state is in {saved}." if saved else ""
     if not bool(finite((run.server, run.clients))):
-        field = _bad_field(run.server) or _bad_field(run.clients)
+        field = _bad_field(run.server) or _bad_field(run.clients) or "state"
         message = f"{name} starts from a non-finite {field}; check the data and the starting point."
         return Diverged(message, result, round=0, field=field, client=None)
 

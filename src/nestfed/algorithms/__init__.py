@@ -58,9 +58,9 @@ def make(name: str, **settings: Any) -> Algorithm:
         else:
             plain[head] = value
     for head, changes in parts.items():
-        part = plain.get(head, fields[head].default)
+        part: Any = plain[head] if head in plain else fields[head].default
         for tail in changes:
-            names = [field.name for field in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
+            names = [field.name for field in getattr(part, "__dataclass_fields__", {}).values()]
             if tail not in names:
                 raise UserError(
                     f"{name}.{head} has no setting {tail!r}{_nearest(tail, names)} It has: {', '.join(names)}."

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nestfed.core import Algorithm, Local, PowerDecay, Shared, at, setting, struct
-from nestfed.problems import Neumann
+from nestfed.hypergradients import Neumann
 
 
 @struct

@@ -24,7 +24,7 @@ from jax import lax
 from jax.random import randint
 
 from nestfed.core import Algorithm, Scratch, Shared, at, setting, struct
-from nestfed.problems import Neumann, RandomTruncation
+from nestfed.hypergradients import Neumann, RandomTruncation
 
 
 @struct
@@ -124,14 +124,11 @@ class FedNestSGD(FedNest):
 
 
 @struct
-class LFedNest(FedNest):
+class LFedNest(FedNestSGD):
     """FedNest with all products local: one exchange per level, and a bias when clients differ."""
 
     def schedule(self):
         return ((self.lower, self.lower_rounds, False), (self.upper, 1, True))
-
-    def lower(self, problem, s, draw, fed):
-        return FedNestSGD.lower(self, problem, s, draw, fed)
 
     def upper(self, problem, s, draw, fed):
         series = Neumann(terms=self.terms, lr=self.neumann_lr)

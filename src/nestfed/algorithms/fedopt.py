@@ -70,13 +70,13 @@ class Adaptive(FedOpt):
         raise NotImplementedError
 
     def server_optimizer(self):
-        def init(x):
+        def init(params):
             start = self.tau**2 if self.v0 is None else self.v0
-            return Moments(jnp.zeros_like(x), jnp.zeros_like(x) + start)
+            return Moments(jnp.zeros_like(params), jnp.zeros_like(params) + start)
 
-        def update(gradient, memory, params=None):
-            m = self.beta1 * memory.m - (1 - self.beta1) * gradient
-            v = self.second_moment(memory.v, gradient**2)
+        def update(updates, state, params=None):
+            m = self.beta1 * state.m - (1 - self.beta1) * updates
+            v = self.second_moment(state.v, updates**2)
             return self.server_lr * m / (jnp.sqrt(v) + self.tau), Moments(m, v)
 
         return optax.GradientTransformation(init, update)
