@@ -69,7 +69,7 @@ def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, n
 def load(path: Path, identity: dict[str, str], like: PyTree) -> tuple[PyTree, dict[str, np.ndarray]]:
     """(run, history) of a checkpoint of this very run; anything else is one clear error."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         about = json.loads(arrays.pop("about").tobytes())
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:

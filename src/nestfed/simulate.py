@@ -161,78 +161,105 @@ def simulate(
         check_positive("checkpoint_every", checkpoint_every)
         if checkpoint is None:
             raise UserError("checkpoint_every was given without checkpoint; give the path of a file.")
-    key = as_key(seed)
-    path = None if checkpoint is None else Path(checkpoint)
-    names: dict[str, str] = {}
-    if path:
-        names = checkpoints.identity(
+    work = _Work(algorithm, task, as_key(seed), plan, rate, None if checkpoint is None else Path(checkpoint))
+    with _Interrupts() as interrupts:
+        work.begin(rounds, resume=resume, dropout=dropout)
+        with Progress(type(algorithm).__name__, rounds, work.done, progress) as bar:
+            work.go_on(rounds, checkpoint_every, bar, interrupts)
+    return work.result()
+
+
+class _Work:
+    """A run on its way: its state and history, and the file that holds them from time to time."""
+
+    def __init__(self, algorithm: Algorithm, task: Task, key: Array, plan: Plan, dropout: Array, path: Path | None):
+        self.algorithm, self.task, self.key, self.plan, self.dropout, self.path = (
             algorithm,
             task,
             key,
-            cohort=plan.cohort,
-            dropout=dropout,
-            evaluate_every=evaluate_every,
-            output=output,
-            select=select,
-            unsynced=unsynced,
+            plan,
+            dropout,
+            path,
         )
-        if path.exists() and not resume:
-            raise checkpoints.CheckpointError(
-                f"{path} exists. Give resume=True to go on from it, or another path; it was left as it is."
-            )
+        self.identity: dict[str, str] = {}
+        self.run: Run
+        self.history = History()
 
-    if path and path.exists():
-        like = jax.eval_shape(lambda: engine.start(algorithm, task, key, plan))
-        run, log = checkpoints.load(path, names, like)
-        history = History.restored(log)
-        if int(run.round) > rounds:
-            raise checkpoints.CheckpointError(
-                f"{path} has done {int(run.round)} rounds already, more than rounds={rounds}; it was left as it is."
-            )
-    else:
-        run, history = engine.start(algorithm, task, key, plan), History()
-        if int(run.diverged) >= 0:
-            raise _diagnosed(algorithm, task, key, run, rate, plan, history, saved=None)
-        history.add(0, engine.evaluate(algorithm, task, key, run, plan))
-    check_select(select, history.latest())
+    @property
+    def done(self) -> int:
+        return int(self.run.round)
 
-    def save():
-        if path:
-            checkpoints.save(path, names, run, history.arrays())
+    def begin(self, rounds: int, *, resume: bool, dropout: float) -> None:
+        """From the checkpoint, or from the start."""
+        inputs, plan = (self.algorithm, self.task, self.key), self.plan
+        if self.path:
+            shaping = {
+                name: getattr(plan, name) for name in ("cohort", "evaluate_every", "output", "select", "unsynced")
+            }
+            self.identity = checkpoints.identity(*inputs, dropout=dropout, **shaping)
+            if self.path.exists() and not resume:
+                raise checkpoints.CheckpointError(
+                    f"{self.path} exists. Give resume=True to go on from it, or another path; it was left as it is."
+                )
+        if self.path and self.path.exists():
+            like = jax.eval_shape(lambda: engine.start(*inputs, plan))
+            self.run, log = checkpoints.load(self.path, self.identity, like)
+            self.history = History.restored(log)
+            if self.done > rounds:
+                raise checkpoints.CheckpointError(
+                    f"{self.path} has done {self.done} rounds already, more than rounds={rounds}; it was left as it is."
+                )
+        else:
+            self.run = engine.start(*inputs, plan)
+            self.check_divergence()
+            self.history.add(0, engine.evaluate(*inputs, self.run, plan))
+        check_select(plan.select, self.history.latest())
 
-    def result():
-        return Result(algorithm, task, run, history.evaluations(), history.participants())
-
-    piece, speed, saved_at = 1, 0.0, time.monotonic()
-    with Progress(type(algorithm).__name__, rounds, int(run.round), progress) as bar, _Interrupts() as interrupts:
-        while int(run.round) < rounds:
-            first = int(run.round)
+    def go_on(self, rounds: int, checkpoint_every: int | None, bar: Progress, interrupts: "_Interrupts") -> None:
+        """In pieces to the end. A piece takes about half a second: a lively bar, and a prompt Ctrl-C."""
+        piece, saved_at = 1, time.monotonic()
+        while self.done < rounds:
+            first = self.done
             length = min(piece, engine.CAPACITY, rounds - first)
             if checkpoint_every:
                 length = min(length, checkpoint_every - first % checkpoint_every)
             began = time.monotonic()
-            run, rows = jax.block_until_ready(engine.advance(algorithm, task, key, run, first, length, rate, plan))
-            elapsed = time.monotonic() - began
-            done = int(run.round)
-            history.extend(rows, first, done - first, plan.evaluate_every)
-            if int(run.diverged) >= 0:
-                save()
-                raise _diagnosed(algorithm, task, key, run, rate, plan, history, saved=path)
-            speed = (done - first) / max(elapsed, 1e-9)
-            # The first piece includes compilation; then aim at half a second, for a lively bar and a prompt Ctrl-C.
+            self.run, rows = jax.block_until_ready(
+                engine.advance(self.algorithm, self.task, self.key, self.run, first, length, self.dropout, self.plan)
+            )
+            speed = length / max(time.monotonic() - began, 1e-9)
             piece = max(1, min(4 * piece, int(speed * 0.5)))
-            bar.update(done, speed, history.latest())
-            due = done % checkpoint_every == 0 if checkpoint_every else time.monotonic() - saved_at > 30
-            if path and done < rounds and (due or interrupts.pending):
-                save()
-                saved_at = time.monotonic()
+            self.history.extend(rows, first, self.done - first, self.plan.evaluate_every)
+            self.check_divergence()
+            bar.update(self.done, speed, self.history.latest())
+            due = self.done % checkpoint_every == 0 if checkpoint_every else time.monotonic() - saved_at > 30
             if interrupts.pending:
-                kept = f" {path} holds it: go on with resume=True." if path else ""
-                raise Interrupted(f"interrupted after round {done} of {rounds}.{kept}", result())
-        if not history.has(rounds):
-            history.add(rounds, engine.evaluate(algorithm, task, key, run, plan))
-        save()
-    return result()
+                self.save()
+                kept = f" {self.path} holds it: go on with resume=True." if self.path else ""
+                raise Interrupted(f"interrupted after round {self.done} of {rounds}.{kept}", self.result())
+            if due and self.done < rounds:
+                self.save()
+                saved_at = time.monotonic()
+        if not self.history.has(rounds):
+            self.history.add(rounds, engine.evaluate(self.algorithm, self.task, self.key, self.run, self.plan))
+        self.save()
+
+    def check_divergence(self) -> None:
+        if int(self.run.diverged) >= 0:
+            if self.done:
+                self.save()
+            message, round, field, client = _diagnosis(
+                self.algorithm, self.task, self.key, self.run, self.dropout, self.plan
+            )
+            kept = f" The last finite state is in {self.path}." if self.path and self.done else ""
+            raise Diverged(message + kept, self.result(), round=round, field=field, client=client)
+
+    def save(self) -> None:
+        if self.path:
+            checkpoints.save(self.path, self.identity, self.run, self.history.arrays())
+
+    def result(self) -> Result:
+        return Result(self.algorithm, self.task, self.run, self.history.evaluations(), self.history.participants())
 
 
 class _Interrupts:
@@ -259,24 +286,15 @@ class _Interrupts:
 # ------------------------------------------------------------------------------------------------- divergence
 
 
-def _diagnosed(
-    algorithm: Algorithm,
-    task: Task,
-    key: Array,
-    run: Run,
-    dropout: Array,
-    plan: Plan,
-    history: History,
-    saved: Path | None,
-) -> Diverged:
-    """Repeat the failed round step by step from the last finite state, to say what went wrong first, and at whom."""
+def _diagnosis(
+    algorithm: Algorithm, task: Task, key: Array, run: Run, dropout: Array, plan: Plan
+) -> tuple[str, int, str, int | None]:
+    """(message, round, field, client): repeat the failed round step by step from the last finite state, to say what went
+    wrong first, and at whom."""
     name, round = type(algorithm).__name__, int(run.diverged)
-    result = Result(algorithm, task, run, history.evaluations(), history.participants())
-    kept = f" The last finite state is in {saved}." if saved else ""
     if not bool(finite((run.server, run.clients))):
         field = _bad_field(run.server) or _bad_field(run.clients) or "state"
-        message = f"{name} starts from a non-finite {field}; check the data and the starting point."
-        return Diverged(message, result, round=0, field=field, client=None)
+        return f"{name} starts from a non-finite {field}; check the data and the starting point.", 0, field, None
 
     seats = choose_cohort(task, key, jnp.asarray(round), plan.cohort, dropout if plan.dropout else None)
     present = np.asarray(seats.weight > 0)
@@ -301,9 +319,9 @@ def _diagnosed(
                 who = f", first at client {client}" if client is not None else ""
                 message = (
                     f"{name} diverged in round {round}, local step {index}: {field} became non-finite{who}. Use a smaller "
-                    f"step size, or look at that client's data.{kept}"
+                    "step size, or look at that client's data."
                 )
-                return Diverged(message, result, round=round, field=field, client=client)
+                return message, round, field, client
             index += 1
     raise AssertionError("the round that diverged did not diverge when repeated")
 
