@@ -1,5 +1,5 @@
-"""The table of all algorithms for the tests: one setting of each, a small task of its family, its row of the cost table.
-
+"""The table of all algorithms for the tests: one setting of each, a small task of its family, its row of the cost
+table.
 To add an algorithm, add a row to CASES.
 """
 

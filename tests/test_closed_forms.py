@@ -1,4 +1,6 @@
-"""The closed-form cases of the specification: traces to 1e-8, limits to 1e-5, Monte-Carlo values to three standard errors."""
+"""The closed-form cases of the specification: traces to 1e-8, limits to 1e-5, Monte-Carlo values to three
+standard errors.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +180,7 @@ def noisy_bilevel(noise: float):
     return toys.ShowX.create(Noisy(), Rows.from_clients(rows), start, batch_size=1)
 
 
-# ------------------------------------------------------------------------------------------------- T3 global lower level
+# ---------------------------------------------------------------------------------------------- T3 global lower level
 
 
 @pytest.mark.parametrize(("terms", "expected"), [(1, 2.0689655), (5, 2.1420165), (20, 2.1428571)])

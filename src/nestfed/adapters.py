@@ -133,6 +133,7 @@ class NaiveComposition(Adapter, SingleLevel):
 def _need_scope(problem: Compositional, scope: str) -> None:
     if problem.scope != scope:
         raise UserError(
-            f"{type(problem).__name__} has scope {problem.scope!r}; this adapter is for scope {scope!r}, whose solution is "
+            f"{type(problem).__name__} has scope {problem.scope!r}; this adapter is for scope {scope!r}, whose "
+            "solution is "
             "another one. Give the problem that scope, or use another algorithm."
         )

@@ -108,7 +108,8 @@ def check_match(algorithm: Algorithm, task: Task) -> None:
     validate(algorithm)
     if algorithm.family != problem.family:
         raise UserError(
-            f"{name} solves {algorithm.family} problems; the task's {type(problem).__name__} is {problem.family}. Choose "
+            f"{name} solves {algorithm.family} problems; the task's {type(problem).__name__} is "
+            f"{problem.family}. Choose "
             "an algorithm of that family, or an adapter of nestfed.adapters."
         )
     if algorithm.scope is not None and algorithm.scope != problem.scope:
@@ -178,7 +179,8 @@ def check_contract(algorithm: Algorithm, task: Task) -> None:
         leak = _leaking_field(algorithm, together, (clients, seats))
     if leak is not None:
         raise UserError(
-            f"{type(algorithm).__name__}: the Shared field {leak} of its State depends on one client's private values. Pass "
+            f"{type(algorithm).__name__}: the Shared field {leak} of its State depends on one client's private "
+            "values. Pass "
             "it through fed.mean in the last step of the round, or declare it Local."
         )
 
@@ -214,7 +216,8 @@ def _check_types(before: Any, after: Any, where: str) -> None:
         for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=same):
             if a.shape != b.shape or a.dtype != b.dtype:
                 raise UserError(
-                    f"{where} changes the State field {name} from {a.dtype}{list(a.shape)} to {b.dtype}{list(b.shape)}; a "
+                    f"{where} changes the State field {name} from {a.dtype}{list(a.shape)} to "
+                    f"{b.dtype}{list(b.shape)}; a "
                     "step must keep shapes and types (create values with zeros_like, never with 0.0 or a fixed dtype)."
                 )
         if not same:

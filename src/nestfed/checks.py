@@ -1,7 +1,7 @@
 """The conformance suite: `check_algorithm(algorithm, task)` for every algorithm, ours and yours.
 
-Give it a small task of the algorithm's family (a few clients, float64 for sharp comparisons). Each check either passes or
-raises `NonConforming` with what is wrong and what to do.
+Give it a small task of the algorithm's family (a few clients, float64 for sharp comparisons). Each check either passes
+or raises `NonConforming` with what is wrong and what to do.
 """
 
 import dataclasses

@@ -4,9 +4,9 @@
 with the bytes of its question (up) and of its answer (down), an oracle call with its kind, a draw with its samples. The
 body of a loop counts as often as the loop runs. No algorithm keeps a counter, nothing runs, and nobody can forget.
 
-Conventions: an exchange counts its question up and its answer down, whatever it is used for; exchanges of a round depend
-on each other, so their number is also the number of phases (latency); oracle calls are mini-batch calls; a client that
-missed the last round also receives the Shared fields (`call_up_bytes`); the start is a line of its own.
+Conventions: an exchange counts its question up and its answer down, whatever it is used for; exchanges of a round
+depend on each other, so their number is also the number of phases (latency); oracle calls are mini-batch calls; a
+client that missed the last round also receives the Shared fields (`call_up_bytes`); the start is a line of its own.
 """
 
 import collections
@@ -54,7 +54,9 @@ class Cost:
 
 
 def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None) -> Cost:
-    """The cost of this algorithm on this task, per client. `cohort` matters for gathers that send everybody's values."""
+    """The cost of this algorithm on this task, per client. `cohort` matters for gathers that send
+    everybody's values.
+    """
     check_match(algorithm, task)
     size = task.clients if cohort is None else cohort
     seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
@@ -133,7 +135,8 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> N
             counts[f"call {method}"] += times
         elif primitive == "while":
             raise UserError(
-                f"{where} has a loop whose number of turns depends on the data, so its cost is not known in advance; use a "
+                f"{where} has a loop whose number of turns depends on the data, so its cost is not known in advance; "
+                "use a "
                 "fixed number of iterations."
             )
         elif primitive == "cond":

@@ -4,9 +4,9 @@
     Server   answers questions with means, and derives the new Shared fields from the answers alone
     deploy   both in one process: the reference that `simulate` is tested against
 
-A client can speak only when spoken to, never in the middle of a step. A step is pure, so to resume it is to run it again
-with the answers known so far; XLA drops the work whose result has been superseded. The server replays the round with
-NaN in place of every private value: what it knows of a client is what came in the answers, and this proves it.
+A client can speak only when spoken to, never in the middle of a step. A step is pure, so to resume it is to run it
+again with the answers known so far; XLA drops the work whose result has been superseded. The server replays the round
+with NaN in place of every private value: what it knows of a client is what came in the answers, and this proves it.
 """
 
 import dataclasses
@@ -146,7 +146,8 @@ class Node:
         again = self._numbers("client")[0] >= ticket.round
         if again and ("client before" not in self.store or self._numbers("client before")[0] >= ticket.round):
             raise ProtocolError(
-                f"round {ticket.round} was asked, but this node has done round {self._numbers('client')[0]} and keeps only "
+                f"round {ticket.round} was asked, but this node has done round {self._numbers('client')[0]} and "
+                "keeps only "
                 "the one before it; restart the federation from a later checkpoint, or this node's store from a backup."
             )
         return 0, self.algorithm.begin(ticket.server, self._local("client before" if again else "client")), []
@@ -299,7 +300,8 @@ class Server:
         ]
         if spoilt and all_finite:
             raise UserError(
-                f"{type(self.algorithm).__name__}: the Shared field {spoilt[0]} cannot be derived from the answers alone; it "
+                f"{type(self.algorithm).__name__}: the Shared field {spoilt[0]} cannot be derived from the answers "
+                "alone; it "
                 "depends on a client's private values."
             )
         return new

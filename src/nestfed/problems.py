@@ -330,8 +330,8 @@ class Conditional(Problem):
     """min_x mean_k E_xi outer( E_{eta | xi} inner(x, xi, eta); xi ) + regulariser(x).
 
     Subclasses define sample_outer(data, key, count) -> xi with leading axis `count`, sample_inner(data, xi, key, count)
-    for one xi, inner(x, xi, eta, key) -> vector for one pair, and outer(y, xi, key). The inner mean is per outer sample;
-    the same inner samples enter value and derivative, in one reverse pass: no Jacobian is formed.
+    for one xi, inner(x, xi, eta, key) -> vector for one pair, and outer(y, xi, key). The inner mean is per outer
+    sample; the same inner samples enter value and derivative, in one reverse pass: no Jacobian is formed.
     """
 
     inner_samples: int = setting("m: inner samples per outer sample", default=1, at_least=1, static=True)

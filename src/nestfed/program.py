@@ -156,7 +156,8 @@ def speaking(exchange: Exchange, key: Array) -> dict[str, Callable]:
     def check():
         if _trace_level() != level:
             raise UserError(
-                "fed.mean or fed.gather was called inside a loop or transformation of a step; such an exchange cannot be "
+                "fed.mean or fed.gather was called inside a loop or transformation of a step; such an exchange "
+                "cannot be "
                 "deployed. Give the loop its own entry in schedule() instead."
             )
 

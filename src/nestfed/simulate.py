@@ -289,8 +289,8 @@ class _Interrupts:
 def _diagnosis(
     algorithm: Algorithm, task: Task, key: Array, run: Run, dropout: Array, plan: Plan
 ) -> tuple[str, int, str, int | None]:
-    """(message, round, field, client): repeat the failed round step by step from the last finite state, to say what went
-    wrong first, and at whom."""
+    """(message, round, field, client): repeat the failed round step by step from the last finite state, to say what
+    went wrong first, and at whom."""
     name, round = type(algorithm).__name__, int(run.diverged)
     if not bool(finite((run.server, run.clients))):
         field = _bad_field(run.server) or _bad_field(run.clients) or "state"
@@ -318,7 +318,8 @@ def _diagnosis(
                 client = int(seats.id[slot]) if guilty.size else None
                 who = f", first at client {client}" if client is not None else ""
                 message = (
-                    f"{name} diverged in round {round}, local step {index}: {field} became non-finite{who}. Use a smaller "
+                    f"{name} diverged in round {round}, local step {index}: {field} became non-finite{who}. Use "
+                    "a smaller "
                     "step size, or look at that client's data."
                 )
                 return message, round, field, client

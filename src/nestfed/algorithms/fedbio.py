@@ -14,13 +14,14 @@ FedBiOAcc, step t at client k, alpha_t = delta / (u + sigma2 (t + 1))^(1/3), one
     (x_k, nu_k) <- mean_k (x_k, nu_k)                             last step of the round: 2 d numbers
     x_k', y_k' = x_k, y_k;   y_k <- y_k - lower_lr alpha_t omega_k;   x_k <- x_k - lr alpha_t nu_k
 
-Why    y_k and omega_k never leave the client; averaging the hypergradients of local lower solutions is exact here, while
-       averaging losses ignores how y_k(x) moves. The recursion cancels the noise of two evaluations of one batch. The
-       stepped point is linear in x_k and nu_k, so averaging these two gives the third average of the listing for free.
+Why    y_k and omega_k never leave the client; averaging the hypergradients of local lower solutions is exact here,
+       while averaging losses ignores how y_k(x) moves. The recursion cancels the noise of two evaluations of one batch.
+       The stepped point is linear in x_k and nu_k: averaging these two gives the third average of the listing for free.
 Ref.   "Local stochastic bilevel optimization with momentum-based variance reduction", Algorithms 1 and 2, Equations 3
        and 4, Theorem 10.1.
 Departures
-  * Every round has local_steps steps, the first included (the proof's indices; the listing's give a shorter first round).
+  * Every round has local_steps steps, the first included (the proof's indices; the listing's give a shorter first
+    round).
   * `average_prev=False` keeps each client's own x' at a synchronisation instead of the average (the listing's and the
     proof's is the average).
   * `first_batch_multiplier` M: the first estimates use M batches: M - 1 drawn at the start (one extra exchange of d
@@ -144,7 +145,7 @@ class FedBiOAcc(Algorithm):
         return PowerDecay(scale=self.delta, offset=self.u, slope=self.sigma2)(t + 1)
 
     def forgetting(self, c, t):
-        """1 - momentum, clipped to [0, 1]; the first step starts the recursion afresh with 1/M of the first estimate."""
+        """1 - momentum, clipped to [0, 1]; at the first step 1/M: its batch is one of the M of the first estimate."""
         factor = jnp.clip(c * self.alpha(t - 1) ** 2, 0, 1)
         return jnp.where(t == 0, 1 / self.first_batch_multiplier, factor)
 

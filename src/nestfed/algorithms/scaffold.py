@@ -9,8 +9,8 @@ Last step of the round, I local steps, from the broadcast x:
     x    <- x + server_lr mean_k(x_k - x)
     c    <- c + share mean_k(c_k+ - c_k),   c_k <- c_k+           one exchange of 2 d numbers
 
-Why    c_k - c estimates how far client k's gradient is from the average: without noise the fixed point is the minimiser,
-       for any number of local steps. `share` is clients taking part / all clients.
+Why    c_k - c estimates how far client k's gradient is from the average: without noise the fixed point is the
+       minimiser, for any number of local steps. `share` is clients taking part / all clients.
 Ref.   Karimireddy et al., "SCAFFOLD: stochastic controlled averaging for federated learning", ICML 2020, Algorithm 1.
 Departures  Option II only. I counts local steps (mini-batches), not epochs. lr must be constant within a round.
 """

@@ -8,8 +8,8 @@ Step at client k, all three from the old values, local rates (lr, lower_lr, z_lr
 Last step of the round, q = sum of the round's h, server rates (server_lr, server_lower_lr, server_z_lr):
     x <- x - server_lr mean_k q_x,   y likewise,   z <- Proj_{|z| <= radius}(z - server_z_lr mean_k q_z)
                                                                   one exchange of d + 2 d_y numbers
-ShroFBO uploads q / tau_k and multiplies the server steps by rho = mean_k tau_k, where client k does tau_k steps: a client
-with more steps then does not weigh more.
+ShroFBO uploads q / tau_k and multiplies the server steps by rho = mean_k tau_k, where client k does tau_k steps: a
+client with more steps then does not weigh more.
 
 Why    One exchange instead of a Neumann series of exchanges. Local steps comparable with the server's shift the limit:
        keep the local rates small.

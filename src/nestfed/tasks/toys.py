@@ -67,8 +67,8 @@ def scalar_bilevel(scope: str = "local", **options: Any) -> Task:
 
 @struct
 class NaiveBilevel(SingleLevel):
-    """What plain averaging sees of a bilevel problem: x trained on the upper loss as if y did not depend on it, y on the
-    lower loss, and both averaged. The negative control of the demonstrations."""
+    """What plain averaging sees of a bilevel problem: x trained on the upper loss as if y did not depend on it, y on
+    the lower loss, and both averaged. The negative control of the demonstrations."""
 
     problem: Bilevel
 
