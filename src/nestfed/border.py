@@ -13,6 +13,7 @@ from nestfed.core import Algorithm, Array, Task, UserError, check_registered, va
 from nestfed.engine import Plan, collective, start_all
 from nestfed.program import INITIALISE, Call, Step, all_seats, run_round, seated, step_alone, take_step
 
+_KEPT_CONTRACTS: set[Any] = set()
 OUTPUTS = ("last", "average", "random", "best")
 
 
@@ -80,7 +81,13 @@ def make_plan(
     )
     if plan.chunk is None:
         plan = plan._replace(mesh=_mesh(seats))
-    check_contract(algorithm, task)
+    kind = (
+        jax.tree.structure((algorithm, task)),
+        tuple((np.shape(a), str(jnp.result_type(a))) for a in jax.tree.leaves(task)),
+    )
+    if kind not in _KEPT_CONTRACTS:  # tracing takes a while: once for all settings and data of one kind
+        check_contract(algorithm, task)
+        _KEPT_CONTRACTS.add(kind)
     return plan, jnp.asarray(float(dropout))
 
 

@@ -32,9 +32,10 @@ from jax.random import fold_in, normal
 
 from nestfed import engine
 from nestfed.border import as_key, check_positive
-from nestfed.core import Algorithm, Array, PyTree, Sample, Task, UserError, fold
+from nestfed.core import Algorithm, Array, PyTree, Sample, Task, UserError
 from nestfed.hypergradients import Dense
 from nestfed.program import BATCH, draws
+from nestfed.randomness import fold
 
 TOLERANCE = 1e-13  # of a lower gradient's norm, where the rounding allows it
 NEWTON_EXCHANGES = 10  # an exchange cannot sit in a loop: one global lower problem gets a fixed number of trial points

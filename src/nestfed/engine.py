@@ -15,7 +15,7 @@ from jax import lax
 from jax.random import bernoulli
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nestfed.core import Algorithm, Array, Cohort, Fed, PyTree, Task, UserError, everything, fold
+from nestfed.core import Algorithm, Array, Cohort, Fed, PyTree, Task, UserError, everything
 from nestfed.program import (
     INITIALISE,
     METRICS,
@@ -38,6 +38,7 @@ from nestfed.program import (
     take_step,
     weighted_mean,
 )
+from nestfed.randomness import fold
 
 
 class Run(NamedTuple):

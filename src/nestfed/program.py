@@ -11,15 +11,15 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
-from jax.random import bernoulli, bits, fold_in
 
-from nestfed.core import Algorithm, Array, ClientRows, Cohort, Fed, PyTree, Sample, Task, UserError, everything, fold
+from nestfed.core import Algorithm, Array, ClientRows, Cohort, Fed, PyTree, Sample, Task, UserError, everything
+from nestfed.randomness import fold, fold_pair, priorities
 
 # Streams of random numbers. A key is folded from (seed, stream, round, client id, step, draw), never split by a size
 # or a position: adding a client, changing the cohort or the chunking of a run changes nobody else's numbers.
 INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS = range(7)
 
-_FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes 2 j and 2 j + 1
+_FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes the numbers 2 j and 2 j + 1
 
 
 class Exchange(NamedTuple):
@@ -87,7 +87,6 @@ def take_step(
     algorithm: Algorithm, task: Task, step: Step, state: Any, client: Client, call: Call, exchange: Exchange
 ) -> Any:
     """One step of one client (or its init), with the engine's words for reaching the others."""
-    key = fold_in(client.key, step.index)
     common_key = shared_key(call, step.index)
     fed = Fed(
         **speaking(exchange, common_key),
@@ -95,12 +94,12 @@ def take_step(
         t=jnp.maximum(call.round, 0) * steps_per_round(algorithm) + step.index,
         step=step.index,
         server=call.server,
-        key=fold_in(key, _FED_KEY),
+        key=fold_pair(client.key, step.index, _FED_KEY),
         shared_key=common_key,
         share=call.share,
         own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.seat.position],
     )
-    draw = draws(task, client.data, key)
+    draw = draws(task, client, step.index)
     if step.phase == INITIALISE:
         return algorithm.init(task.problem, task.start(client.data), draw, fed)
     return algorithm.schedule()[step.phase][0](task.problem, state, draw, fed)
@@ -124,7 +123,7 @@ def run_round(
     return state, before
 
 
-def draws(task: Task, data: ClientRows, key: Array) -> Callable[[Any], Sample]:
+def draws(task: Task, client: Client, step: Array) -> Callable[[Any], Sample]:
     """draw(0), draw(1), ... are the independent batches of one step; the same index is the same batch."""
     known: dict[int, Sample] = {}
     level = _trace_level()
@@ -132,7 +131,8 @@ def draws(task: Task, data: ClientRows, key: Array) -> Callable[[Any], Sample]:
     def draw(j) -> Sample:
         if j in known if isinstance(j, int) else False:
             return known[j]
-        sample = Sample(task.sample(data, fold_in(key, 2 * j)), fold_in(key, 2 * j + 1))
+        key = lambda number: fold_pair(client.key, step, number)
+        sample = Sample(task.sample(client.data, key(2 * j)), key(2 * j + 1))
         if isinstance(j, int) and _trace_level() == level:  # a value made inside a loop may not leave it
             known[j] = sample
         return sample
@@ -230,18 +230,19 @@ def weighted_mean(values: PyTree, weights: Array) -> PyTree:
 
 
 def choose_cohort(task: Task, key: Array, round: Array, size: int | None, dropout: Array | None) -> Seat:
-    """The seats of a round. Clients are picked by smallest random priority, keyed by client id: a larger cohort
+    """The seats of a round. Clients are picked by largest random priority, keyed by client id: a larger cohort
     contains the smaller one, and a new client displaces at most one. Dropped clients get weight zero."""
     ids, weights = jnp.asarray(task.data.ids), jnp.asarray(task.weights)
     positions = jnp.arange(task.clients)
     if size is not None and size < task.clients:
-        priority = jax.vmap(lambda i: bits(fold(key, COHORT, round, i), (), "uint32"))(ids)
-        # Order of the task within the cohort, so that a full cohort is the task's own order.
-        positions = jnp.sort(jnp.argsort(priority)[:size])
+        priority = priorities(fold(key, COHORT, round), ids)
+        # As floats of the same order (no NaN, no denormal number): for these there is a fast selection, not a whole sort.
+        _, chosen = lax.top_k(lax.bitcast_convert_type((priority >> 3) + 0x00800000, jnp.float32), size)
+        positions = jnp.sort(chosen)  # the task's own order within the cohort
     ids, weights = ids[positions], weights[positions]
     if dropout is not None:
-        alive = jax.vmap(lambda i: bernoulli(fold(key, DROPOUT, round, i), 1.0 - dropout))(ids)
-        weights = jnp.where(alive, weights, 0)
+        chance = priorities(fold(key, DROPOUT, round), ids).astype(weights.dtype) / 2.0**32
+        weights = jnp.where(chance >= dropout, weights, 0)
     return Seat(positions, ids, jnp.arange(positions.size), weights)
 
 
