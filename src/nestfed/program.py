@@ -236,7 +236,7 @@ def choose_cohort(task: Task, key: Array, round: Array, size: int | None, dropou
     positions = jnp.arange(task.clients)
     if size is not None and size < task.clients:
         priority = priorities(fold(key, COHORT, round), ids)
-        # As floats of the same order (no NaN, no denormal number): for these there is a fast selection, not a whole sort.
+        # As floats of the same order (no NaN, nothing denormal): for these there is a fast selection, not a whole sort.
         _, chosen = lax.top_k(lax.bitcast_convert_type((priority >> 3) + 0x00800000, jnp.float32), size)
         positions = jnp.sort(chosen)  # the task's own order within the cohort
     ids, weights = ids[positions], weights[positions]

@@ -51,7 +51,7 @@ def random_indices(key: Array, count: int, size: Array) -> Array:
 
 
 def _high_product(a: Array, b: Array) -> Array:
-    """The upper 32 bits of a product of 32-bit words, by halves: a division would cost more, and 64 bits are not given."""
+    """The upper half of a product of 32-bit words, by halves: 64 bits are not given, and a division costs more."""
     low = jnp.uint32(0xFFFF)
     a0, a1, b0, b1 = a & low, a >> 16, b & low, b >> 16
     middle = a1 * b0 + (a0 * b0 >> 16)
