@@ -21,6 +21,7 @@ from nestfed import (
     Task,
     UserError,
     advance,
+    engine,
     make,
     setting,
     simulate,
@@ -28,6 +29,7 @@ from nestfed import (
     struct,
     sweep,
 )
+from nestfed.border import make_plan
 from nestfed.problems import SingleLevel
 from nestfed.program import choose_cohort
 from nestfed.simulate import evaluate
@@ -366,11 +368,39 @@ print(json.dumps(out))
         assert many[name] == pytest.approx(np.asarray(one.server.x).tolist(), abs=1e-12)
 
 
+def test_memory_of_clients_in_turn_is_that_of_a_chunk():
+    """Activations of all clients at once, or of one client at a time: read off the compiled programs."""
+
+    @struct
+    class Wide(SingleLevel):
+        def loss(self, x, batch, key):
+            return jnp.mean(jnp.tanh(batch[:, None] * x["in"][None, :]) @ x["out"])
+
+    clients, hidden, batch = 32, 1000, 50
+    rows = Rows.from_clients([np.ones(batch)] * clients)
+    task = Task.create(Wide(), rows, {"in": jnp.ones(hidden), "out": jnp.ones(hidden)}, batch_size=batch)
+
+    def megabytes(**options):
+        plan, dropout = make_plan(FEDAVG, task, evaluate_every=None, **options)
+        key = jax.random.key(0)
+        run = jax.eval_shape(lambda: engine.start(FEDAVG, task, key, plan))
+        program = engine.advance.lower(FEDAVG, task, key, run, 0, 1, dropout, plan).compile()
+        return program.memory_analysis().temp_size_in_bytes / 1e6
+
+    activations = 8 * batch * hidden / 1e6
+    states = 8 * clients * 2 * hidden / 1e6
+    assert megabytes(client_axis="vmap") > clients * activations
+    assert megabytes(client_axis="map", client_chunk=1) < 4 * activations + 6 * states
+    assert megabytes(client_axis="map", client_chunk=4) < 4 * 4 * activations + 6 * states
+
+
 def test_ten_thousand_clients_with_a_cohort_of_a_hundred():
     """Per-client state for all, work for the cohort only: memory stays near the size of the data and the state."""
     code = """
 import json, resource, jax, jax.numpy as jnp, numpy as np
 from nestfed import Rows, Task, make, simulate, struct
+from nestfed import engine
+from nestfed.border import make_plan
 from nestfed.problems import SingleLevel
 @struct
 class Logistic(SingleLevel):

@@ -34,8 +34,7 @@ from nestfed import engine
 from nestfed.border import as_key, check_positive
 from nestfed.core import Algorithm, Array, PyTree, Sample, Task, UserError
 from nestfed.hypergradients import Dense
-from nestfed.program import BATCH, draws
-from nestfed.randomness import fold
+from nestfed.program import Call, Seat, draws, seated
 
 TOLERANCE = 1e-13  # of a lower gradient's norm, where the rounding allows it
 NEWTON_EXCHANGES = 10  # an exchange cannot sit in a loop: one global lower problem gets a fixed number of trial points
@@ -438,12 +437,11 @@ def estimator_error(
 
     @jax.jit
     def sample(task, key):
-        data = task.data.client(client)
-        one = lambda repeat: estimate(task.problem, draws(task, data, fold_in(key, repeat)))
+        at_work = seated(task, Seat(client, task.data.ids[client], 0, 1.0), Call(key, 0, (), 1.0))
+        one = lambda repeat: estimate(task.problem, draws(task, at_work, repeat))  # one step after the other
         return lax.map(one, jnp.arange(repeats), batch_size=min(repeats, 64))
 
-    key = fold(as_key(seed), BATCH, task.data.ids[client])
-    estimates = np.asarray(sample(task, key), np.float64)
+    estimates = np.asarray(sample(task, as_key(seed)), np.float64)
     mean = estimates.mean(0)
     variance = float(np.sum((estimates - mean) ** 2) / max(repeats - 1, 1))
     return EstimatorError(float(np.linalg.norm(mean - np.asarray(exact))), float(np.sqrt(variance / repeats)), variance)
