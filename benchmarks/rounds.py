@@ -11,8 +11,8 @@ bilevel   FedBiOAcc with Q = 10 Neumann terms on the same data: the lower proble
           loss. Against a NumPy loop with the same products: 13 batches a step, each used at two points, and Q
           Hessian-vector products at each of them.
 scale     FedAvg and SCAFFOLD (which keeps a state per client) on 10 up to 10,000 clients, cohorts of at most 100. The
-          time per participating client must not grow with the number of clients. Cohorts of 100 share a round's fixed
-          cost among more clients than those of 10, so 10,000 clients are compared with both 10 and 100.
+          time per participating client must not grow with the number of clients. 10,000 clients are compared with 100,
+          whose cohort is the same, and with 10, whose rows (80 kB) fit in a processor's fastest cache.
 
 Every system runs in a process of its own, which gives its peak resident memory (getrusage; "before" is the peak after
 imports and data, ahead of the first round). The processes wait for one another: repeats are interleaved, and medians

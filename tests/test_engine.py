@@ -29,7 +29,7 @@ from nestfed import (
     struct,
     sweep,
 )
-from nestfed.border import make_plan
+from nestfed.border import cohort_size, make_plan
 from nestfed.problems import SingleLevel
 from nestfed.program import choose_cohort
 from nestfed.simulate import evaluate
@@ -176,6 +176,26 @@ def test_cohort_and_dropout_leave_absent_clients_untouched():
     moved = np.any(np.asarray(result.clients.c_k) != 0, axis=1)
     assert sorted(np.flatnonzero(moved)) == sorted(seats.position.tolist())
     assert result.participants.tolist() == [2]
+
+
+@pytest.mark.parametrize(("cohort", "expected"), [(None, None), (2, 2), (0.4, 2), (1.0, 5), (0.01, 1), (1, 1)])
+def test_cohort_is_a_number_or_a_fraction(cohort, expected):
+    assert cohort_size(cohort, 5) == expected
+
+
+def test_large_models_run_in_turn_on_a_cpu_and_a_setting_forces_it():
+    big = Task.create(Owner(), Rows.from_clients([np.ones(2)] * 3), jnp.zeros(30_000))
+    chunk = lambda task, **options: make_plan(FEDAVG, task, **options)[0].chunk
+    assert chunk(regression((4, 4))) is None and chunk(big) == 1
+    assert chunk(big, client_axis="vmap") is None and chunk(big, client_axis="map", client_chunk=2) == 2
+
+
+def test_progress_shows_speed_metrics_and_time_left(capfd):
+    simulate(FEDAVG, regression((4, 4)), rounds=5, progress=True)
+    shown = capfd.readouterr().err
+    assert "FedAvg" in shown and "5/5" in shown and "rounds/s" in shown and "loss" in shown
+    simulate(FEDAVG, regression((4, 4)), rounds=5)  # nobody is looking
+    assert capfd.readouterr().err == ""
 
 
 def test_nobody_answers_and_nothing_changes():
@@ -400,7 +420,7 @@ def test_ten_thousand_clients_with_a_cohort_of_a_hundred():
 import json, resource, jax, jax.numpy as jnp, numpy as np
 from nestfed import Rows, Task, make, simulate, struct
 from nestfed import engine
-from nestfed.border import make_plan
+from nestfed.border import cohort_size, make_plan
 from nestfed.problems import SingleLevel
 @struct
 class Logistic(SingleLevel):

@@ -55,7 +55,7 @@ def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, n
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
-    neighbour = path.with_name(f".{path.name}.{os.getpid()}.part")
+    neighbour = path.with_name(f".{path.name}.part")  # one name: what a killed run left is overwritten by the next save
     with neighbour.open("wb") as file:
         file.write(buffer.getbuffer())
         file.flush()
