@@ -1304,6 +1304,7 @@ ERRORS = {
         lambda: create(Vector(), batch_size=2),
         r"Vector.loss must return one number \(the mean over the batch\).*; it returned shape \(2,\)",
     ),
+    "no loss": (lambda: create(SingleLevel()), r"SingleLevel is single level: it must define loss\(x, batch, key\)"),
     "loss and more": (lambda: create(WithAux()), "WithAux.loss must return one number"),
     "integer loss": (lambda: create(Count()), "Count.loss must return"),
     "scalar constraints": (

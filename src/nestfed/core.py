@@ -489,10 +489,10 @@ class Algorithm:
     uneven_steps: ClassVar[bool] = False  # can clients do different numbers of local steps?
 
     def init(self, problem: Any, params: Any, draw: Callable[[int], Sample], fed: Fed) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} does not define init")
+        raise UserError(f"{type(self).__name__} must define init(problem, params, draw, fed).")
 
     def step(self, problem: Any, s: Any, draw: Callable[[int], Sample], fed: Fed) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} does not define step")
+        raise UserError(f"{type(self).__name__} must define step(problem, s, draw, fed), or a schedule of its own.")
 
     def begin(self, server: Any, client: Any) -> Any:
         """The State with which a client starts a round: the broadcast merged with what the client kept."""

@@ -83,6 +83,9 @@ class Problem:
         """`project_x` on the flat vector; costs nothing unless the user defined a projection."""
         return self._projected(0, "project_x", x)
 
+    def missing(self, signature: str) -> UserError:
+        return UserError(f"{type(self).__name__} is {self.family}: it must define {signature}.")
+
     def defines(self, method: str) -> bool:
         """Did the user define this method, or does the class have its default?"""
         return getattr(type(self), method).__module__ != __name__
@@ -110,6 +113,8 @@ class Problem:
         for name, expected, call in self.functions(task.params, key):
             try:
                 result = jax.eval_shape(call, batch)
+            except UserError:
+                raise
             except Exception as error:
                 shapes = jax.tree.map(lambda a: a.shape, batch)
                 raise UserError(
@@ -147,7 +152,7 @@ class SingleLevel(Problem):
     family: ClassVar[str] = "single level"
 
     def loss(self, x: PyTree, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("loss(x, batch, key)")
 
     @oracle("VAL")
     def value(self, x, sample: Sample):
@@ -186,10 +191,10 @@ class Bilevel(Problem):
     variables: ClassVar[tuple[str, ...]] = ("x", "y")
 
     def upper(self, x: PyTree, y: PyTree, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("upper(x, y, batch, key)")
 
     def lower(self, x: PyTree, y: PyTree, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("lower(x, y, batch, key)")
 
     def project_y(self, y: PyTree) -> PyTree:
         """Projection of the lower variable onto its feasible set, on the user's tree; identity by default."""
@@ -262,10 +267,10 @@ class Compositional(Problem):
     family: ClassVar[str] = "compositional"
 
     def inner(self, x: PyTree, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("inner(x, batch, key)")
 
     def outer(self, y: Array, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("outer(y, batch, key)")
 
     def extra(self, x: PyTree, batch: PyTree, key: Array) -> Array:
         """h, an ordinary average loss added to the composition; zero by default, and then it costs nothing."""
@@ -342,13 +347,13 @@ class Conditional(Problem):
         return data.draw_rows(key, count)
 
     def sample_inner(self, data: ClientRows, xi: PyTree, key: Array, count: int) -> PyTree:
-        raise NotImplementedError
+        raise self.missing("sample_inner(data, xi, key, count)")
 
     def inner(self, x: PyTree, xi: PyTree, eta: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("inner(x, xi, eta, key)")
 
     def outer(self, y: Array, xi: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("outer(y, xi, key)")
 
     def regulariser(self, x: PyTree) -> Array:
         return jnp.zeros(())
@@ -402,16 +407,16 @@ class Personalised(Problem):
     variables: ClassVar[tuple[str, ...]] = ("u", "v")
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        raise NotImplementedError
+        raise self.missing("split(params)")
 
     def features(self, u: PyTree, inputs: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("features(u, inputs, key)")
 
     def head(self, v: PyTree, z: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("head(v, z)")
 
     def loss(self, outputs: Array, labels: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("loss(outputs, labels)")
 
     def reg(self, z_local: Array, z_global: Array) -> Array:
         return jnp.mean(jnp.sum((z_local - z_global) ** 2, axis=-1))
@@ -419,7 +424,7 @@ class Personalised(Problem):
     def bind(self, params):
         try:
             u, v = self.split(params)
-        except NotImplementedError:
+        except UserError:
             raise
         except Exception as error:
             raise UserError(
@@ -481,7 +486,7 @@ class Minimax(Problem):
     variables: ClassVar[tuple[str, ...]] = ("x", "alpha")
 
     def value(self, x: PyTree, alpha: PyTree, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("value(x, alpha, batch, key)")
 
     def project_alpha(self, alpha: PyTree) -> PyTree:
         return alpha
@@ -527,10 +532,10 @@ class Constrained(Problem):
     family: ClassVar[str] = "constrained"
 
     def objective(self, x: PyTree, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("objective(x, batch, key)")
 
     def constraints(self, x: PyTree, batch: PyTree, key: Array) -> Array:
-        raise NotImplementedError
+        raise self.missing("constraints(x, batch, key)")
 
     def constraint(self, x: PyTree, j: Array, batch: PyTree, key: Array) -> Array:
         return self.constraints(x, batch, key)[j]

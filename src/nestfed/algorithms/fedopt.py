@@ -15,7 +15,7 @@ Departures  None: no bias correction and v_0 = tau^2 as in the paper (`v0` sets 
        Yogi correct the bias, so the three rules are written here as optax transformations; `FedOpt` takes any other.
 """
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +66,7 @@ class Adaptive(FedOpt):
     tau: float = setting("tau: degree of adaptivity", default=1e-3, above=0)
     v0: float | None = setting("v_0: start of the second moment; None means tau^2", default=None)
 
-    def second_moment(self, v, squared):
-        raise NotImplementedError
+    second_moment: ClassVar[Any]  # (v, Delta^2) -> v: what tells the three rules apart
 
     def server_optimizer(self):
         def init(params):
