@@ -13,6 +13,14 @@ def test_every_registered_algorithm_has_a_case():
     assert set(CASES) == set(ALGORITHMS)
 
 
+def test_no_two_algorithms_have_the_same_tree_structure():
+    """Equal structures would let jit run the program of one algorithm for another."""
+    algorithms = [case.algorithm(name) for name, case in CASES.items()]
+    structures = [jax.tree.structure(algorithm) for algorithm in algorithms]
+    alike = [(a, b) for i, a in enumerate(structures) for b in structures[:i] if a == b]
+    assert not alike
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_algorithm_conforms(name):
     case = CASES[name]

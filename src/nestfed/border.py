@@ -11,8 +11,20 @@ from jax.sharding import AxisType, Mesh
 
 from nestfed.core import Algorithm, Array, Task, UserError, check_registered, validate
 from nestfed.engine import Plan, collective, start_all
-from nestfed.program import INITIALISE, Call, Step, all_seats, run_round, seated, step_alone, take_step
+from nestfed.program import (
+    INITIALISE,
+    Call,
+    Step,
+    all_seats,
+    run_round,
+    seated,
+    step_alone,
+    steps_per_round,
+    take_step,
+)
 
+LARGE_MODEL = 20_000  # parameters
+CACHED_BATCHES = 2**20  # bytes
 _KEPT_CONTRACTS: set[Any] = set()
 OUTPUTS = ("last", "average", "random", "best")
 
@@ -76,7 +88,7 @@ def make_plan(
         output=output,
         select=select,
         unsynced=unsynced,
-        chunk=_chunk(client_axis, client_chunk, task, seats),
+        chunk=_chunk(client_axis, client_chunk, algorithm, task, seats),
         mesh=None,
     )
     if plan.chunk is None:
@@ -135,20 +147,46 @@ def check_match(algorithm: Algorithm, task: Task) -> None:
         )
 
 
-def _chunk(client_axis: str, client_chunk: int | None, task: Task, seats: int) -> int | None:
+def _chunk(client_axis: str, client_chunk: int | None, algorithm: Algorithm, task: Task, seats: int) -> int | None:
     """How many clients at a time: None for all side by side.
 
-    Small models gain from running side by side everywhere. Large ones gain on accelerators only; on a CPU, clients one
-    after the other use the caches better and take less memory.
+    Side by side is best on accelerators. On a CPU, measured: clients of large models one after the other, and
+    otherwise as many at a time as have batches that fit the cache, where the cohort's do not; unless most steps
+    exchange, because these are replayed.
     """
     if client_axis == "vmap":
         return None
     if client_axis == "map":
         return client_chunk or 1
-    parameters = sum(p.size for p in task.params)
-    if jax.default_backend() == "cpu" and parameters > 20_000:
-        return client_chunk or 1
-    return client_chunk if client_chunk and client_chunk < seats else None
+    if client_chunk:
+        return client_chunk if client_chunk < seats else None
+    if jax.default_backend() != "cpu" or len(jax.local_devices()) > 1:
+        return None
+    if sum(p.size for p in task.params) > LARGE_MODEL:
+        return 1
+    batch = jax.eval_shape(lambda: task.sample(task.data.client(0), jax.random.key(0)))
+    one = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(batch)) or 1
+    chunk = max(1, CACHED_BATCHES // 2 // one)
+    if task.data.columns is None or seats * one <= CACHED_BATCHES or chunk >= seats:
+        return None
+    return chunk if 2 * _exchanging_steps(algorithm, task) <= steps_per_round(algorithm) else None
+
+
+def _exchanging_steps(algorithm: Algorithm, task: Task) -> int:
+    """How many steps of a round exchange."""
+    key, number = jax.random.key(0), 0
+    first = jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), _call(key, None), None))
+    server, client = algorithm.split(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), first))
+    state = algorithm.begin(server, client)
+    for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
+        spoken: list[bool] = []
+        if repeats:
+            step = lambda s, phase=phase, sync=sync, spoken=spoken: step_alone(
+                algorithm, task, Step(phase, 0, sync), _call(key, server), s, lambda: spoken.append(True)
+            )
+            state = jax.eval_shape(step, state)
+        number += repeats * bool(spoken)
+    return number
 
 
 def _mesh(seats: int) -> Mesh | None:

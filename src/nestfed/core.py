@@ -66,7 +66,21 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(setting, static))
 def struct(cls: type[T]) -> type[T]:
     """A frozen record with keyword arguments that JAX can pass through jit, vmap and scan."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))
+    cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    fixed = [field.name for field in fields if field.metadata.get("static")]
+    leaves = [field.name for field in fields if field.name not in fixed]
+    values = lambda record, names: tuple(getattr(record, name) for name in names)
+    keyed = lambda record: tuple((jax.tree_util.GetAttrKey(name), getattr(record, name)) for name in leaves)
+    # Not register_dataclass: with it (jax 0.10) records of different classes have equal tree structures, and jit may
+    # run one algorithm's program for another.
+    jax.tree_util.register_pytree_with_keys(
+        cls,
+        lambda record: (keyed(record), values(record, fixed)),
+        lambda aux, children: cls(**dict(zip(leaves, children, strict=True)), **dict(zip(fixed, aux, strict=True))),
+        lambda record: (values(record, leaves), values(record, fixed)),
+    )
+    return cls
 
 
 def check_registered(record: Any) -> None:

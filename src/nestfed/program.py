@@ -201,10 +201,14 @@ def _gather_alone(tree, reply, key):
 _ALONE = Exchange(mean=lambda tree: jax.tree.map(as_float, tree), gather=_gather_alone)
 
 
-def step_alone(algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any) -> Any:
+def step_alone(
+    algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any, on_exchange: Callable = lambda: None
+) -> Any:
     """A step of the task's first client as if it were the whole federation: for the shapes of what comes out."""
     seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
-    return take_step(algorithm, task, step, state, seated(task, seat, call), call, _ALONE)
+    noted = lambda word: lambda *args: (on_exchange(), word(*args))[1]
+    exchange = Exchange(*(noted(word) for word in _ALONE))
+    return take_step(algorithm, task, step, state, seated(task, seat, call), call, exchange)
 
 
 def as_float(a: Array) -> Array:

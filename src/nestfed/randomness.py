@@ -42,7 +42,8 @@ def random_words(key: Array, count: int) -> Array:
         return jax.random.bits(key, (count,), "uint32")
     words = jax.random.key_data(key)
     half = jnp.arange((count + 1) // 2, dtype="uint32")
-    return jnp.stack(_threefry(words[0], words[1], jnp.uint32(1), half), axis=-1).reshape(-1)[:count]
+    # A first counter that no key is hashed from: words and keys of one key never coincide.
+    return jnp.stack(_threefry(words[0], words[1], jnp.uint32(0xFFFFFFFF), half), axis=-1).reshape(-1)[:count]
 
 
 def random_indices(key: Array, count: int, size: Array) -> Array:

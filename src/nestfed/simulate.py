@@ -127,8 +127,7 @@ def simulate(
 ) -> Result:
     """Run an algorithm on a task.
 
-    seed              a whole number, or a JAX key (of a faster generator, say: `jax.random.key(0, impl="unsafe_rbg")`;
-                      numbers then depend on who else is in the cohort)
+    seed              a whole number, or a JAX key
     cohort            clients per round: a number, a fraction (0.1), or None for all
     dropout           probability that a chosen client fails to take part in a round
     evaluate_every    rounds between two evaluations, or None; the start and the end are always evaluated
@@ -161,6 +160,8 @@ def simulate(
         check_positive("checkpoint_every", checkpoint_every)
         if checkpoint is None:
             raise UserError("checkpoint_every was given without checkpoint; give the path of a file.")
+    # On the device once: NumPy arrays would be copied there for every piece of the run.
+    task = jax.device_put(task)
     work = _Work(algorithm, task, as_key(seed), plan, rate, None if checkpoint is None else Path(checkpoint))
     with _Interrupts() as interrupts:
         work.begin(rounds, resume=resume, dropout=dropout)

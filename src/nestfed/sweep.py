@@ -66,6 +66,7 @@ def sweep(
         make_plan(pair[0], dataclasses.replace(task, problem=pair[1]), dropout=dropout, **options)
         groups.setdefault(jax.tree.structure(pair), []).append(i)
 
+    task = jax.device_put(task)  # once, not for every piece of every sweep
     runs: list[Any] = [None] * len(pairs)
     histories: list[Any] = [None] * len(pairs)
     when = np.zeros(0, int)
