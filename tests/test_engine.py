@@ -189,7 +189,7 @@ def test_large_models_run_in_turn_on_a_cpu_and_a_setting_forces_it():
     assert chunk(regression((4, 4))) is None and chunk(big) == 1
     assert chunk(big, client_axis="vmap") is None and chunk(big, client_axis="map", client_chunk=2) == 2
     wide = regression((4,) * 50, batch_size=2000)  # 64 kB a batch, 3 MB the cohort's
-    assert chunk(wide) == 8
+    assert chunk(wide) == 4
     assert make_plan(make("fedavg", lr=0.1, local_steps=1), wide)[0].chunk is None  # every step exchanges
 
 

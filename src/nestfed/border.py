@@ -166,7 +166,8 @@ def _chunk(client_axis: str, client_chunk: int | None, algorithm: Algorithm, tas
         return 1
     batch = jax.eval_shape(lambda: task.sample(task.data.client(0), jax.random.key(0)))
     one = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(batch)) or 1
-    chunk = max(1, CACHED_BATCHES // 2 // one)
+    blocks = -(-seats // max(1, CACHED_BATCHES // 4 // one))
+    chunk = -(-seats // blocks)  # blocks of equal size: the last one is computed whole
     if task.data.columns is None or seats * one <= CACHED_BATCHES or chunk >= seats:
         return None
     return chunk if 2 * _exchanging_steps(algorithm, task) <= steps_per_round(algorithm) else None
