@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import nestfed as nestfed_package
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
@@ -39,7 +41,19 @@ def test_demo_shows_the_wrong_point_and_the_right_one(tmp_path):
     assert len(right) == 4 and max(right) < 0.01
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["own data", "own algorithm"])
+SWEEP = re.search(r"`(nestfed\.sweep\(.*?rounds=50\))`", README, re.S)
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\bnestfed\.[a-z_.]+[a-z]", README))))
+def test_every_name_of_the_readme_exists_after_import(name):
+    found = nestfed_package
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize(
+    "snippet", [f"{SNIPPETS[0]}\n{SWEEP.group(1)}", SNIPPETS[1]], ids=["own data and sweep", "own algorithm"]
+)
 def test_snippet_runs(snippet, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=300,

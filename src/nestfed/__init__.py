@@ -1,5 +1,6 @@
 """nestfed: federated learning with nested objectives."""
 
+from nestfed import adapters, checks, cost, deploy, diagnostics, hypergradients, problems, tasks
 from nestfed.algorithms import ALGORITHMS, make
 from nestfed.core import (
     Algorithm,
@@ -11,6 +12,7 @@ from nestfed.core import (
     Sample,
     Schedule,
     Scratch,
+    Server,
     Shared,
     Task,
     UserError,
@@ -26,6 +28,14 @@ from nestfed.sweep import Sweep, sweep
 __version__ = "0.1.0"
 
 __all__ = [
+    "adapters",
+    "checks",
+    "cost",
+    "deploy",
+    "diagnostics",
+    "hypergradients",
+    "problems",
+    "tasks",
     "ALGORITHMS",
     "Algorithm",
     "ClientRows",
@@ -40,6 +50,7 @@ __all__ = [
     "Sample",
     "Schedule",
     "Scratch",
+    "Server",
     "Shared",
     "Sweep",
     "Task",
