@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed import Algorithm, Rows, Task, make, struct
-from nestfed.problems import Bilevel, SingleLevel
+from nestfed.problems import Bilevel, Constrained, Minimax, SingleLevel
 
 FEATURES, BATCH = 3, 4
 
@@ -41,6 +41,36 @@ class Hyper(Bilevel):
         return jnp.mean(jnp.log(jnp.cosh(inputs @ (y - 0.5 * x["shift"]) - targets))) + 0.05 * jnp.sum(x["shift"] ** 2)
 
 
+@struct
+class Groups(Minimax):
+    """Least squares in which rows with positive and with other targets are two groups with weights."""
+
+    def value(self, x, alpha, batch, key):
+        inputs, targets = batch
+        return jnp.mean(alpha @ self.members(targets) * (inputs @ x - targets) ** 2)
+
+    def group_risks(self, x, batch, key):
+        inputs, targets = batch
+        members = self.members(targets)
+        counts = members.sum(1)
+        return members @ (inputs @ x - targets) ** 2 / jnp.maximum(counts, 1), counts
+
+    def members(self, targets):
+        return jnp.stack([targets > 0, targets <= 0]).astype(targets.dtype)
+
+
+@struct
+class Limited(Constrained):
+    """Least squares with a limit on how far the mean prediction is from zero."""
+
+    def objective(self, x, batch, key):
+        inputs, targets = batch
+        return jnp.mean((inputs @ x - targets) ** 2)
+
+    def constraints(self, x, batch, key):
+        return jnp.sqrt(jnp.mean(batch[0] @ x - 0.5, keepdims=True) ** 2 + 0.01)
+
+
 def rows(sizes=(8, 8, 8), seed=0, **options: Any) -> Rows:
     random = np.random.default_rng(seed)
     make_client = lambda n: (random.normal(size=(n, FEATURES)) + random.normal(), random.normal(size=n))
@@ -57,10 +87,21 @@ def hyper(scope: str, sizes=(8, 8, 8), **options: Any) -> Task:
     return Task.create(Hyper(scope=scope), rows(sizes), start, **{"batch_size": BATCH} | options)
 
 
+def groups(sizes=(8, 8, 8), **options: Any) -> Task:
+    start = (jnp.zeros(FEATURES), jnp.ones(2))
+    return Task.create(Groups(), rows(sizes), start, **{"batch_size": BATCH, "weights": "samples"} | options)
+
+
+def limited(sizes=(8, 8, 8), **options: Any) -> Task:
+    return Task.create(Limited(), rows(sizes), jnp.ones(FEATURES), **{"batch_size": BATCH} | options)
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     "single level": regression,
     "local bilevel": functools.partial(hyper, "local"),
     "global bilevel": functools.partial(hyper, "global"),
+    "minimax": groups,
+    "constrained": limited,
 }
 
 
@@ -68,7 +109,8 @@ TASKS: dict[str, Callable[..., Task]] = {
 class Case:
     """One algorithm: its settings, its kind of task, and section 13's cost of one round for these settings.
 
-    up and phases are functions of d and d_y (numbers of floats); oracles count calls by kind; batches are draws.
+    up and down are functions of d and d_y, the sizes of the two variables (numbers of floats; down None: as many as
+    up); oracles count calls by kind; batches are draws.
     """
 
     settings: dict[str, Any]
@@ -77,6 +119,7 @@ class Case:
     phases: int
     oracles: dict[str, int]
     batches: int
+    down: Callable[[int, int], int] | None = None
 
     def algorithm(self, name: str) -> Algorithm:
         return make(name, **self.settings)
@@ -134,5 +177,10 @@ CASES: dict[str, Case] = {
     "shrofbo": Case(
         SIM, "global bilevel", lambda d, dy: d + 2 * dy, 1,
         {"GRAD": 2 * STEPS, "HVP": STEPS, "MIX": STEPS}, 4 * STEPS,
+    ),
+    "fedminmax": Case({"lr": 0.05}, "minimax", lambda d, groups: d + groups, 1, {"GRAD": 1, "VAL": 1}, 1),
+    "fcfl": Case(
+        {"lr": 0.05, "stage_one_steps": 1}, "constrained", lambda d, _: 2 * d + 2, 1,
+        {"GRAD": 2}, 1, down=lambda d, _: d + 2,
     ),
 }  # fmt: skip

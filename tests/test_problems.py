@@ -312,7 +312,7 @@ GRADIENTS = [
     Case("personalised", "dH/du0", lambda p, u, v, s: p.grad_center(CENTER_VECTOR, u, s), distance_from_center),
     Case("minimax", "dF/dx", lambda p, x, a, s: p.gradients(x, a, s)[0], lambda p, *a: p.value(*a)),
     Case("minimax", "dF/dalpha", lambda p, x, a, s: p.gradients(x, a, s)[1], lambda p, *a: p.value(*a), 1),
-    Case("constrained", "objective", lambda p, x, s: p.grad_objective(x, s), lambda p, *a: p.objective(*a)),
+    Case("constrained", "objective", lambda p, x, s: p.grad_objective(x, s)[1], lambda p, *a: p.objective(*a)),
     Case("constrained", "first", lambda p, x, s: p.grad_constraint(x, 0, s)[1], lambda p, *a: p.constraints(*a)[0]),
     Case("constrained", "last", lambda p, x, s: p.grad_constraint(x, 2, s)[1], lambda p, *a: p.constraints(*a)[2]),
 ]
@@ -325,6 +325,7 @@ VALUES = [
     Case("personalised", "loss", lambda p, u, v, s: p.local_loss(u, v, s), local_loss),
     Case("personalised", "H", lambda p, u, v, s: p.distance(u, CENTER_VECTOR, s), distance_to_center),
     Case("minimax", "risks", lambda p, x, a, s: p.risks(x, s)[0], lambda p, x, a, *rest: p.group_risks(x, *rest)[0]),
+    Case("constrained", "objective", lambda p, x, s: p.grad_objective(x, s)[0], lambda p, *a: p.objective(*a)),
     Case("constrained", "all", lambda p, x, s: p.constraint_values(x, s), lambda p, *a: p.constraints(*a)),
     Case("constrained", "one", lambda p, x, s: p.grad_constraint(x, 2, s)[0], lambda p, *a: p.constraints(*a)[2]),
 ]

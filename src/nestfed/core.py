@@ -474,7 +474,8 @@ class Fed:
 
     mean: Callable[[PyTree], PyTree]  # weighted mean of a tree over the clients taking part
     # gather(tree, reply=...): the server lays the cohort's trees side by side and answers this client with
-    # reply(values, cohort, slot, key); the key is the step's shared one, and reply may use nothing else but settings.
+    # reply(values, cohort, slot, key); the key is the step's shared one, and reply may use nothing else but settings
+    # and fields of fed.server as they are (where it runs, fed.server has the Server fields too).
     # A visible exception: prefer a mean, which hides who said what.
     gather: Callable[..., PyTree]
     sync: bool  # last step of the round? A Python bool: branch on it with a plain `if`

@@ -23,7 +23,7 @@ from nestfed.core import Algorithm, Cohort, Task, UserError
 from nestfed.problems import ORACLE_KINDS
 from nestfed.program import INITIALISE, Call, Exchange, Seat, Step, as_float, run_round, seated, take_step
 
-_DRAW, _MEAN, _GATHER, _ORACLE = "_draw_rows", "fed_mean", "fed_gather", "oracle_"
+_DRAW, _MEAN, _QUESTION, _GATHER, _ORACLE = "_draw_rows", "fed_mean", "fed_question", "fed_gather", "oracle_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,19 @@ class Cost:
     round: Ledger
     call_up_bytes: int  # the broadcast, for a client that missed the last round
 
-    def total_bytes(self, participants: Any, clients: int) -> np.ndarray:
-        """Bytes up and down of all clients together, cumulated over rounds; index 0 is the start."""
-        each = self.round.bytes_up + self.round.bytes_down
-        return np.cumsum([clients * (self.start.bytes_up + self.start.bytes_down), *(each * np.asarray(participants))])
+    def totals(self, participants: Any, clients: int) -> dict[str, np.ndarray]:
+        """Bytes (up and down), oracle calls and samples of all clients together, cumulated over rounds; index 0 is the
+        start."""
+        each = {
+            "bytes": lambda ledger: ledger.bytes_up + ledger.bytes_down,
+            "oracle_calls": lambda ledger: sum(ledger.oracles.values()),
+            "samples": lambda ledger: ledger.samples,
+        }
+        present = np.asarray(participants, np.int64)
+        return {
+            name: np.cumsum([clients * amount(self.start), *(amount(self.round) * present)])
+            for name, amount in each.items()
+        }
 
 
 def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None) -> Cost:
@@ -88,13 +97,16 @@ def _marked_exchange(size: int) -> Exchange:
     def fed_mean(tree):
         return jax.tree.map(lambda a: as_float(a) * 1, tree)  # an output of its own, even if it is not used
 
+    def fed_question(tree):  # apart from the answer: a reply closes over what the server has, and nobody sends that
+        return jax.tree.map(jnp.copy, tree)
+
     def gather(tree, reply, key):
         def fed_gather(tree):
             values = jax.tree.map(lambda a: jnp.broadcast_to(a, (size, *jnp.shape(a))), tree)
             cohort = Cohort(jnp.arange(size), jnp.ones(size, bool))
             return reply(values, cohort, jnp.asarray(0), key)
 
-        return jax.jit(fed_gather)(tree)
+        return jax.jit(fed_gather)(jax.jit(fed_question)(tree))
 
     return Exchange(jax.jit(fed_mean), gather)
 
@@ -125,8 +137,10 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> N
         if name in (_MEAN, _GATHER):
             counts["exchanges"] += times
             counts["gathers"] += times * (name == _GATHER)
-            counts["up"] += times * _nbytes(_question(equation))
+            counts["up"] += times * _nbytes(equation.invars) * (name == _MEAN)
             counts["down"] += times * _nbytes(equation.outvars)
+        elif name == _QUESTION:
+            counts["up"] += times * _nbytes(equation.invars)
         elif name == _DRAW:
             counts["samples"] += times * equation.outvars[0].aval.shape[0]
         elif name.startswith(_ORACLE):
@@ -151,11 +165,6 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> N
             for inner in equation.params.values():
                 if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
                     _count(getattr(inner, "jaxpr", inner), times * turns, counts, where)
-
-
-def _question(equation: Any) -> list[Any]:
-    """The inputs of a mark that are the client's own (a gather's reply also closes over the step's key)."""
-    return [v for v in equation.invars if not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]
 
 
 def _nbytes(variables: Any) -> int:

@@ -479,7 +479,9 @@ class Personalised(Problem):
 class Minimax(Problem):
     """min_x max_alpha mean_k value_k(x, alpha).  Subclasses define value(x, alpha, batch, key), perhaps project_alpha.
 
-    `group_risks(x, batch, key) -> (risks, counts)` serves methods that reweigh groups.
+    Methods that reweigh groups of rows also need `group_risks(x, batch, key) -> (risks [A], counts [A])`: the mean loss
+    and the number of the batch's rows, group by group. Their alpha has one number per group, and
+    value(x, alpha) = sum_a alpha_a risks_a counts_a / sum(counts). Every row belongs to one group.
     """
 
     family: ClassVar[str] = "minimax"
@@ -493,6 +495,12 @@ class Minimax(Problem):
 
     def group_risks(self, x: PyTree, batch: PyTree, key: Array) -> tuple[Array, Array]:
         raise UserError(f"{type(self).__name__} has no group_risks; methods that reweigh groups need it.")
+
+    def group_shares(self, batch: PyTree, key: Array) -> Array:
+        """Shares of the groups among the client's rows: exact if the batch is all of them; override it if it is not."""
+        anywhere = self.tree(0, jnp.zeros(self.layouts[0].size, self.layouts[0].dtype))
+        _, counts = self.group_risks(anywhere, batch, key)
+        return counts / counts.sum()
 
     def feasible_alpha(self, alpha: Array) -> Array:
         return self._projected(1, "project_alpha", alpha)
@@ -512,6 +520,13 @@ class Minimax(Problem):
     def functions(self, params, key):
         x, alpha = (self.tree(i, v) for i, v in enumerate(params))
         yield "value", 0, lambda batch: self.value(x, alpha, batch, key)
+        if self.defines("group_risks"):
+            yield "group_risks", 1, lambda batch: self._risks_alone(x, batch, key)
+            yield "group_shares", 1, lambda batch: self.group_shares(batch, key)
+
+    def _risks_alone(self, x, batch, key):
+        risks, _ = self.group_risks(x, batch, key)
+        return risks
 
     def metrics(self, server, client, data, fed):
         value = lambda batch: self.value_flat(server.x, server.alpha, Sample(batch, fed.key))
@@ -542,7 +557,8 @@ class Constrained(Problem):
 
     @oracle("GRAD")
     def grad_objective(self, x, sample: Sample):
-        return jax.grad(lambda x: self.objective(self.tree(0, x), sample.batch, sample.key))(x)
+        """(value, gradient) of the objective."""
+        return jax.value_and_grad(lambda x: self.objective(self.tree(0, x), sample.batch, sample.key))(x)
 
     @oracle("VAL")
     def constraint_values(self, x, sample: Sample):

@@ -4,9 +4,11 @@ import dataclasses
 import difflib
 from typing import Any
 
+from nestfed.algorithms.fcfl import FCFL
 from nestfed.algorithms.fedavg import FedAvg, FedProx
 from nestfed.algorithms.fedbio import FedBiO, FedBiOAcc
 from nestfed.algorithms.fedmbo import FedMBO
+from nestfed.algorithms.fedminmax import FedMinMax
 from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from nestfed.algorithms.fedopt import FedAdagrad, FedAdam, FedOpt, FedYogi
 from nestfed.algorithms.scaffold import Scaffold
@@ -29,6 +31,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedmbo": FedMBO,
     "simfbo": SimFBO,
     "shrofbo": ShroFBO,
+    "fedminmax": FedMinMax,
+    "fcfl": FCFL,
 }
 
 
