@@ -1,0 +1,179 @@
+"""From columns to numbers.
+
+Recipes
+  standard            numbers standardised, their missing values filled with the median and marked by a column of their
+                      own; categories one-hot (a two-valued one gives one column), missing being a category
+  minimax-fair        as "Minimax group fairness" (Diana et al. 2021) prepares its data: categories one-hot as above,
+                      coded attributes (A11, A410) replaced by their last digit, and every column divided by the power
+                      of ten that brings its largest absolute value into [1, 10)
+  minimax-fair-raw    the same without the division
+  minimax-fair-slip   the same, with the slip of the published code: whether a column is a category is looked up by its
+                      position in the full table, although the group column was removed before; on Adult without race
+                      this one-hot encodes capital-gain (220 columns instead of 102)
+In all of them constant columns are left out, and a category not seen in `fit` gives zeros.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from nestfed.core import UserError
+from nestfed.data.table import Column, categories, columns_of, is_number, nearest, to_number
+
+RECIPES = ("standard", "minimax-fair", "minimax-fair-raw", "minimax-fair-slip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """(value - centre) / scale."""
+
+    name: str
+    centre: float
+    scale: float
+    fill: float  # stands for missing values
+    constant: bool  # nothing but the mark of missing values is worth a column
+    mark_missing: bool
+    coded: bool  # text whose last digit is the value
+
+    @classmethod
+    def fit(cls, values: Column, recipe: str, rows: np.ndarray, *, coded: bool = False) -> "Number":
+        numbers = read_numbers(values, coded)
+        missing = np.isnan(numbers)
+        constant = len(np.unique(numbers[~missing])) < 2
+        known = numbers[rows & ~missing]
+        fill = float(np.median(known)) if known.size else 0.0
+        filled = np.where(missing, fill, numbers)[rows]
+        centre, scale = 0.0, 1.0
+        if recipe == "standard":
+            centre, scale = float(filled.mean()), float(filled.std())
+        elif recipe != "minimax-fair-raw" and filled.any():
+            scale = float(10.0 ** np.floor(np.log10(np.abs(filled).max())))
+        # A column may vary as a whole and be constant in the rows that count: then there is nothing to divide by.
+        return cls(str(values.name), centre, scale or 1.0, fill, constant, bool(missing.any()), coded)
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name] * (not self.constant) + [f"{self.name} missing"] * self.mark_missing
+
+    def encode(self, values: Column) -> list[np.ndarray]:
+        numbers = read_numbers(values, self.coded)
+        missing = np.isnan(numbers)
+        value = (np.where(missing, self.fill, numbers) - self.centre) / self.scale
+        return [value] * (not self.constant) + [missing] * self.mark_missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Category:
+    """One 0/1 column per level; two levels need only one column, of the second."""
+
+    name: str
+    levels: tuple[str, ...]
+
+    @classmethod
+    def fit(cls, values: Column) -> "Category":
+        levels = categories(values.sort_values() if is_number(values) else values)[1]
+        return cls(str(values.name), tuple(levels if is_number(values) else sorted(levels)))
+
+    @property
+    def first(self) -> int:
+        return 1 if len(self.levels) <= 2 else 0
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.name}={level}" for level in self.levels[self.first :]]
+
+    def encode(self, values: Column) -> list[np.ndarray]:
+        codes, names = categories(values)
+        number = {level: i for i, level in enumerate(self.levels)}
+        level = np.array([number.get(name, -1) for name in names], int)[codes]
+        return [level == i for i in range(self.first, len(self.levels))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Fitted once, applied to any table with the same columns."""
+
+    recipe: str
+    columns: tuple[Number | Category, ...]
+
+    @classmethod
+    def fit(
+        cls,
+        frame: pd.DataFrame,
+        recipe: str = "standard",
+        *,
+        rows: np.ndarray | None = None,
+        full_table: pd.DataFrame | None = None,
+    ) -> "Encoder":
+        """Learn the columns of `frame`.
+
+        rows        mask of the rows that means, deviations and medians are taken from (all if None). Which categories
+                    and gaps there are is taken from all rows, so that every split of a table has the same features.
+        full_table  the table before the group column was removed; only "minimax-fair-slip" looks at it
+        """
+        if recipe not in RECIPES:
+            raise UserError(
+                f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}; the recipes are {', '.join(RECIPES)}."
+            )
+        text = [not is_number(values) for _, values in columns_of(frame)]
+        if recipe == "minimax-fair-slip":
+            if full_table is None:
+                raise UserError("the recipe 'minimax-fair-slip' looks columns up in the full table; pass full_table=.")
+            # zip stops at the shorter: the full table has more columns. Text cannot be a number, whatever is looked up.
+            looked_up = [not is_number(values) for _, values in columns_of(full_table)]
+            text = [mine or other for mine, other in zip(text, looked_up, strict=False)]
+        rows = np.ones(len(frame), bool) if rows is None else rows
+        columns = []
+        for (_, values), is_text in zip(columns_of(frame), text, strict=True):
+            coded = recipe != "standard" and is_text and is_coded(values)
+            number = coded or not is_text
+            columns.append(Number.fit(values, recipe, rows, coded=coded) if number else Category.fit(values))
+        encoder = cls(recipe, tuple(columns))
+        if not encoder.names:
+            raise UserError(
+                f"no feature is left of the columns {', '.join(map(str, frame.columns)) or '(none)'}: "
+                "each holds one value only; give a table with at least one column that varies."
+            )
+        return encoder
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain text and numbers, for files."""
+        return {"recipe": self.recipe, "columns": [dataclasses.asdict(column) for column in self.columns]}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "Encoder":
+        column = lambda c: Category(c["name"], tuple(c["levels"])) if "levels" in c else Number(**c)
+        return cls(content["recipe"], tuple(map(column, content["columns"])))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for column in self.columns for name in column.names]
+
+    def transform(self, frame: pd.DataFrame) -> np.ndarray:
+        """float32 [rows, features]"""
+        absent = [column.name for column in self.columns if column.name not in frame.columns]
+        if absent:
+            raise UserError(
+                f"the columns {', '.join(absent)} are missing; the features were fitted on "
+                f"{', '.join(column.name for column in self.columns)}: give a table with these columns."
+            )
+        encoded = [part for column in self.columns for part in column.encode(frame[column.name])]
+        out = np.empty((len(frame), len(encoded)), np.float32)
+        for i, part in enumerate(encoded):
+            out[:, i] = part
+        return out
+
+
+def is_coded(values: Column) -> bool:
+    """Attribute codes of the German Credit file, such as A11 and A410."""
+    return bool(values.dropna().astype(str).str.fullmatch(r"A\d{2,}").all())
+
+
+def read_numbers(values: Column, coded: bool) -> np.ndarray:
+    """float64; what is not a finite number is NaN."""
+    if coded:
+        values = values.astype(object).where(values.isna(), values.astype(str).str[-1])
+    numbers = to_number(values).to_numpy(np.float64, na_value=np.nan)
+    return np.where(np.isfinite(numbers), numbers, np.nan)

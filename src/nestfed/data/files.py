@@ -1,0 +1,251 @@
+"""The user's own table: a CSV or Parquet file, read forgivingly, with a note for everything that was changed."""
+
+import csv
+import gzip
+import io
+import re
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow
+import pyarrow.parquet
+
+from nestfed.core import UserError
+from nestfed.data.partition import by_column
+from nestfed.data.table import Column, Table, check_column, columns_of, equals, is_number, listing, to_number
+
+POSITIVE_WORDS = ("1", "yes", "true", "y")
+NUMERIC_SHARE = 0.9  # a text column is numeric if at least this share of its values are numbers
+MOST_CATEGORIES = 200
+
+
+def read_table(
+    path: str | Path,
+    *,
+    label: str,
+    group: str | None = None,
+    clients: str | None = None,
+    positive: Any = None,
+    threshold: float | None = None,
+    drop: Sequence[str] = (),
+) -> Table:
+    """A CSV file (comma, semicolon or tab; plain or .gz) or a Parquet file.
+
+    label      the column to predict. With two values, 1 is true / 1 / yes / y if one of them is that, otherwise the
+               rarer one; `positive` names it, and `threshold` makes a label of a number
+    group      the column of the sensitive groups, or several joined by "+"; missing values are the group "missing"
+    clients    the column that names each row's client
+    drop       columns that must not be features
+
+    Text columns of which 90 % are numbers become numbers, the rest of them missing. Row counters, and text columns with
+    too many different values to be categories, are dropped. `Table.notes` says so for each.
+    """
+    path = Path(path).expanduser()
+    frame, decimal_comma = _read(path)
+    name = path.name
+    if frame.empty:
+        raise UserError(f"{name} has column names but no rows; give a file with data below the first line.")
+    check_column(frame.columns, label, "label", name)
+    if clients is not None:
+        check_column(frame.columns, clients, "clients", name)
+    for column in drop:
+        check_column(frame.columns, column, "drop", name)
+    if positive is not None and threshold is not None:
+        raise UserError(f"{name}: both positive={positive!r} and threshold={threshold} were given; give one of them.")
+    groups = () if group is None else (group,)
+    table = Table(name=name, frame=frame, label=label, groups=groups, client=clients, drop=tuple(drop))
+    group_columns = () if group is None else table.group_columns(group)
+    roles = [label, *([] if clients is None else [clients]), *group_columns]
+    for column, times in Counter([*roles, *drop]).items():
+        if times > 1:
+            raise UserError(f"{name}: the column {column!r} was given {times} roles; a column has one: choose.")
+
+    # Odd values of the label are to be complained about, not to be lost as missing.
+    as_read = {*group_columns, clients, None if threshold is not None else label}
+    frame, notes = _with_numbers(frame, decimal_comma, as_read)
+    identifiers = {column: why for column in table.features(group_columns) if (why := _identifier(frame[column]))}
+    notes += [f"{column!r} was left out: {why}" for column, why in identifiers.items()]
+    if positive is None and threshold is None:
+        positive = _positive(frame[label], label, name)
+    table = Table(
+        name=name,
+        frame=frame,
+        label=label,
+        positive=positive,
+        threshold=threshold,
+        groups=groups,
+        client=clients,
+        drop=(*drop, *identifiers),
+        origin=f"the file {name}",
+        notes=tuple(notes),
+    )
+    table.labels()  # these three refuse what cannot be used
+    if group is not None:
+        table.group_of_rows()
+    if clients is not None:
+        by_column(frame[clients])
+    if not table.features(group_columns):
+        dropped = f" (left out: {', '.join(table.drop)})" if table.drop else ""
+        raise UserError(f"{name}: no column is left as a feature{dropped}; give a table with more columns.")
+    return table
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def _read(path: Path) -> tuple[pd.DataFrame, bool]:
+    """The frame as it stands, and whether its numbers may have a decimal comma."""
+    if path.is_dir():
+        inside = sorted(file.name for file in path.iterdir() if file.suffix in (".csv", ".gz", ".parquet"))
+        hint = f"; it holds {listing(inside)}" if inside else ""
+        raise UserError(f"{path} is a folder, a CSV or Parquet file was expected{hint}.")
+    if not path.is_file():
+        near = sorted(file.name for file in path.parent.glob("*.*")) if path.parent.is_dir() else []
+        hint = f"; the folder {path.parent} holds {listing(near)}" if near else ""
+        raise UserError(f"there is no file {path}{hint}; give the path of a CSV or Parquet file.")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened ({error.strerror}); check its permissions.") from None
+    if not content:
+        raise UserError(f"{path} is empty; give a CSV file with a line of column names, or a Parquet file.")
+    if content[:4] == b"PAR1" or path.suffix == ".parquet":
+        return _read_parquet(path, content), False
+    return _read_csv(path, content)
+
+
+def _read_parquet(path: Path, content: bytes) -> pd.DataFrame:
+    try:
+        parquet = pyarrow.parquet.read_table(io.BytesIO(content))
+        _check_names(parquet.column_names, path)
+        return parquet.to_pandas(ignore_metadata=True)
+    except (pyarrow.ArrowException, OSError):
+        raise UserError(f"{path} is not a readable Parquet file; write it again, or give a CSV file.") from None
+
+
+def _read_csv(path: Path, content: bytes) -> tuple[pd.DataFrame, bool]:
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error):
+            raise UserError(f"{path} is not a complete gzip file; compress or copy it again.") from None
+    text = _decode(path, content)
+    names: list[str] = []
+    try:
+        separator = _separator(text)
+        header = next(csv.reader(io.StringIO(text), delimiter=separator, skipinitialspace=True))
+        names = [name.strip() or f"column {i + 1}" for i, name in enumerate(header)]
+        _check_names(names, path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # lines longer than the header
+            frame = pd.read_csv(
+                io.StringIO(text),
+                sep=separator,
+                header=0,
+                names=names,
+                index_col=False,
+                skipinitialspace=True,
+                low_memory=False,
+            )
+    except (pd.errors.ParserError, pd.errors.ParserWarning, pd.errors.EmptyDataError, csv.Error) as error:
+        reason = str(error).strip().rstrip(".").removeprefix("Error tokenizing data. C error: ")
+        raise UserError(
+            f"{path} cannot be read as a table with the columns {listing(names)} ({reason}); every line needs as many "
+            "cells as the first, and cells that hold the separator need quotation marks."
+        ) from None
+    return frame, separator == ";"
+
+
+def _decode(path: Path, content: bytes) -> str:
+    control = sum(content[:65536].count(byte) for byte in (*range(9), *range(14, 32)))
+    if control > len(content[:65536]) / 100:
+        raise UserError(
+            f"{path} does not hold text (it starts with {content[:8]!r}); give a CSV or Parquet file: spreadsheets can "
+            "be saved as CSV."
+        )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = content.decode("latin-1")
+    if not text.strip():
+        raise UserError(f"{path} holds blank lines only; give a CSV file with a line of column names.")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return re.sub(r"\A([ \t]*\n)+", "", text)
+
+
+def _separator(text: str) -> str:
+    """The one that cuts the first lines into most cells, equally many per line."""
+    lines = text[:65536].splitlines()[:20]
+
+    def quality(separator: str) -> tuple[bool, int]:
+        cells = [len(row) for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if row]
+        return len(set(cells)) == 1 and cells[0] > 1, cells[0] if cells else 0
+
+    return max(",;\t", key=quality)
+
+
+def _check_names(names: Sequence[str], path: Path) -> None:
+    double = [name for name, times in Counter(names).items() if times > 1]
+    if double:
+        raise UserError(f"{path} has several columns named {listing(double)}; give every column a name of its own.")
+
+
+# ------------------------------------------------------------------------------------------------- kinds of columns
+
+
+def _with_numbers(frame: pd.DataFrame, decimal_comma: bool, as_read: set[str | None]) -> tuple[pd.DataFrame, list[str]]:
+    """Text that is nearly all numbers becomes numbers, unless it is to stay as read; other objects become text."""
+    notes, columns = [], {}
+    for name, values in columns_of(frame):
+        if not (is_number(values) or pd.api.types.is_bool_dtype(values)):
+            text = values.astype(str).str.strip().where(values.notna())
+            numeric = to_number(text.str.replace(",", ".") if decimal_comma else text)
+            present, parsed = int(text.notna().sum()), int(numeric.notna().sum())
+            if name in as_read or parsed < NUMERIC_SHARE * present or parsed == 0:
+                values = text
+            else:
+                values = numeric
+                if parsed < present:
+                    odd = text[text.notna() & numeric.isna()].unique()
+                    notes.append(
+                        f"{name!r} is numeric but for {present - parsed} of {present} values ({listing(odd, 3)}), "
+                        "which count as missing"
+                    )
+        columns[name] = values
+    return pd.DataFrame(columns), notes
+
+
+def _identifier(values: Column) -> str | None:
+    """Why a column names its rows rather than describes them, if it does."""
+    if is_number(values):
+        numbers = values.to_numpy(float, na_value=np.nan)
+        counter = len(numbers) > 2 and bool((np.diff(numbers) == 1).all()) and numbers[0] in (0, 1)
+        return "it counts the rows" if counter else None
+    distinct, most = values.nunique(), min(MOST_CATEGORIES, len(values) / 2)
+    return f"{distinct} different values in {len(values)} rows are no categories" if distinct > most else None
+
+
+def _positive(values: Column, label: str, name: str) -> Any:
+    """The value that counts as 1, if the user did not say."""
+    distinct = values.dropna().unique()
+    if len(distinct) < 2:
+        raise UserError(
+            f"{name}: the label {label!r} is {listing(distinct) or 'missing'} in every row; there is nothing to learn: "
+            "choose another label."
+        )
+    if len(distinct) > 2:
+        advice = "threshold= (1 above that number) or positive= (one of the values)"
+        raise UserError(
+            f"{name}: the label {label!r} has {len(distinct)} different values ({listing(distinct)}), two were "
+            f"expected; give {advice if is_number(values) else 'positive= (one of the values)'}."
+        )
+    for value in distinct:
+        if str(value).strip().lower() in POSITIVE_WORDS or (is_number(values) and value == 1):
+            return value
+    return min(distinct, key=lambda value: (int(equals(values, value).sum()), str(value)))

@@ -1,0 +1,210 @@
+"""A table whose columns have roles, and what can be said about it before anything is trained."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+from nestfed.core import UserError
+
+Column = Any  # pd.Series; pandas is typed too loosely for a checker
+
+MISSING = "missing"  # the name of the group or category of all missing values
+MOST_GROUPS = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table whose columns have roles."""
+
+    name: str
+    frame: pd.DataFrame  # missing values are NaN; Adult's "?" is a category of its own
+    label: str
+    positive: Any = None  # the value of the label that counts as 1
+    threshold: float | None = None  # or: 1 if the label exceeds this number
+    groups: tuple[str, ...] = ()  # what names the sensitive groups ("sex", "sex+race"), the default one first
+    client: str | None = None  # the column that names the client, if the data have one
+    drop: tuple[str, ...] = ()  # identifiers and the like: never features
+    origin: str = ""  # citation, host, licence, in one line
+    notes: tuple[str, ...] = ()  # what was changed or left out on reading
+
+    def column(self, name: str) -> Column:
+        return self.frame[name]
+
+    def labels(self) -> np.ndarray:
+        """The label as 0 and 1, int32 [rows]."""
+        values: Column = self.column(self.label)
+        missing = int(values.isna().sum())
+        if missing:
+            raise UserError(
+                f"{self.name}: the label {self.label!r} is missing in {missing} of {len(values)} rows; "
+                "remove these rows, or choose another label."
+            )
+        if self.threshold is not None:
+            if not is_number(values):
+                raise UserError(
+                    f"{self.name}: threshold={self.threshold} was given, but the label {self.label!r} holds text "
+                    f"({listing(values.unique())}); name the value that counts as 1 with positive=."
+                )
+            positive = values.to_numpy(float) > self.threshold
+            rule = f"exceeds the threshold {self.threshold:g} (values from {values.min():g} to {values.max():g})"
+        else:
+            positive = equals(values, self.positive)
+            rule = f"equals positive={self.positive!r} (values: {listing(values.unique())})"
+        if positive.all() or not positive.any():
+            raise UserError(
+                f"{self.name}: the label {self.label!r} {rule} in {'every' if positive.all() else 'no'} row; "
+                "a label needs both kinds: choose another positive= or threshold=, or another label."
+            )
+        return positive.astype(np.int32)
+
+    def group_columns(self, group: str | None = None) -> tuple[str, ...]:
+        """The columns behind a group name: a column, or several joined by "+"; None means the default."""
+        if group is None:
+            if not self.groups:
+                raise UserError(
+                    f"{self.name}: no group column is named; give group= one of the columns "
+                    f"{listing(self.frame.columns, 40)}, or several joined by '+'."
+                )
+            group = self.groups[0]
+        columns = (group,) if group in self.frame.columns else tuple(group.split("+"))
+        for column in columns:
+            check_column(self.frame.columns, column, "group", self.name)
+        if self.label in columns:
+            raise UserError(f"{self.name}: the label {self.label!r} cannot also name the groups; give another column.")
+        return columns
+
+    def group_of_rows(self, group: str | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Each row's group, int32 [rows], numbered in order of first appearance, and the names of the groups."""
+        columns = self.group_columns(group)
+        parts = [categories(self.column(column)) for column in columns]
+        joined = pd.MultiIndex.from_arrays([np.asarray(names, object)[codes] for codes, names in parts])
+        codes, values = pd.factorize(joined)
+        title = "+".join(columns)
+        if len(values) < 2:
+            raise UserError(
+                f"{self.name}: {title!r} has one group only ({listing(map(' + '.join, values))}); "
+                "fairness compares groups: choose a column with at least two values."
+            )
+        if len(values) > MOST_GROUPS:
+            raise UserError(
+                f"{self.name}: {title!r} has {len(values)} different values, at most {MOST_GROUPS} groups can be "
+                "compared; choose another column, or cut its values into ranges first."
+            )
+        return codes.astype(np.int32), tuple(" + ".join(value) for value in values)
+
+    def features(self, without: Sequence[str] = ()) -> list[str]:
+        """The columns that may be features, in the table's order."""
+        left_out = {self.label, self.client, *self.drop, *without}
+        return [column for column in self.frame.columns if column not in left_out]
+
+
+def summary(table: Table) -> pd.DataFrame:
+    """One row per column: name, role, kind, number of missing and of distinct values, examples."""
+    group_columns = {column for group in table.groups for column in table.group_columns(group)}
+
+    def role(column: str) -> str:
+        if column == table.label:
+            return "label"
+        if column == table.client:
+            return "client"
+        if column in table.drop:
+            return "dropped"
+        return "group" if column in group_columns else "feature"
+
+    rows = [
+        {
+            "name": column,
+            "role": role(column),
+            "kind": "number" if is_number(values) else "category",
+            "missing": int(values.isna().sum()),
+            "distinct": int(values.nunique()),
+            "examples": listing(values.dropna().unique(), 3),
+        }
+        for column, values in columns_of(table.frame)
+    ]
+    return pd.DataFrame(rows)
+
+
+def overview(table: Table) -> pd.DataFrame:
+    """Rows and positives of the whole table (first row) and of every group of every group column."""
+    labels = table.labels()
+    rows = [("", "all rows", len(labels), int(labels.sum()))]
+    for group in table.groups:
+        codes, names = table.group_of_rows(group)
+        sizes, positives = np.bincount(codes), np.bincount(codes, labels).astype(int)
+        rows += [(group, name, int(sizes[i]), int(positives[i])) for i, name in enumerate(names)]
+    frame = pd.DataFrame(rows, columns=["column", "group", "rows", "positives"])
+    return frame.assign(**{"positive rate": frame["positives"] / frame["rows"]})
+
+
+# ------------------------------------------------------------------------------------------------- values of columns
+
+
+def columns_of(frame: pd.DataFrame) -> Iterable[tuple[str, Column]]:
+    return ((str(name), values) for name, values in frame.items())
+
+
+def to_number(values: Column) -> Column:
+    """Numbers where the values can be read as such, NaN elsewhere."""
+    return pd.to_numeric(values, errors="coerce")
+
+
+def is_number(values: Column) -> bool:
+    return is_numeric_dtype(values) and not is_bool_dtype(values)
+
+
+def categories(values: Column) -> tuple[np.ndarray, list[str]]:
+    """Each row's category as a number, in order of first appearance, and their names; missing is one of them."""
+    codes, distinct = pd.factorize(values, use_na_sentinel=False)
+    # Different values may have one name (1 and 1.0, or the text "missing" beside missing values).
+    merged, names = pd.factorize(np.array([value_name(value) for value in distinct], object))
+    return merged[codes], list(names)
+
+
+def value_name(value: Any) -> str:
+    """How a value is written: 1.0 and 1 alike, so that a column of whole numbers with gaps keeps its names."""
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return MISSING
+    if isinstance(value, float | np.floating):
+        return format(value, ".12g")
+    return str(value)
+
+
+def equals(values: Column, value: Any) -> np.ndarray:
+    """Which rows hold `value`; a number may be given as text, as the command line does."""
+    if is_number(values):
+        try:
+            return values.to_numpy(float, na_value=np.nan) == float(value)
+        except (TypeError, ValueError):
+            return np.zeros(len(values), bool)
+    if is_bool_dtype(values):
+        return values.astype(str).str.lower().to_numpy(object) == str(value).lower()
+    return values.map(value_name).to_numpy(object) == value_name(value)
+
+
+def listing(values: Iterable[Any], most: int = 10) -> str:
+    """A few values in one line."""
+    names = [value_name(value) for value in values]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The most similar known name, in words that follow the unknown one; nothing if none is similar."""
+    lower = {candidate.lower(): candidate for candidate in known}
+    found = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f" (nearest: {lower[found[0]]!r})" if found else ""
+
+
+def check_column(columns: Iterable[str], name: str, role: str, table: str) -> None:
+    columns = list(columns)
+    if name not in columns:
+        raise UserError(
+            f"{table}: there is no column {name!r} for the {role}{nearest(name, columns)}; "
+            f"the columns are {listing(columns, 40)}."
+        )
