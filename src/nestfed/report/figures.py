@@ -1,0 +1,278 @@
+"""The figures of a report. Each function returns a matplotlib Figure; no window system is touched."""
+
+import contextlib
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from nestfed.core import UserError
+from nestfed.record import Metric, Record
+from nestfed.report import statistics
+from nestfed.report.style import Look, file_name, looks, title_of
+
+INK, MUTED, LINE = "#1D2329", "#5C6670", "#E3E6E9"
+AXES = {
+    "round": "communication rounds",
+    "bytes": "bytes sent and received, all clients",
+    "oracle_calls": "oracle calls, all clients",
+}
+MANY = 24  # slices: more are drawn as a cloud of dots
+STYLE: dict[Any, Any] = {
+    "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.titlecolor": INK, "axes.titlesize": 12,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 12, "axes.edgecolor": "#AAB2BA",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
+    "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED,
+    "xtick.major.size": 3, "ytick.major.size": 0, "legend.frameon": False, "lines.solid_capstyle": "round",
+    "svg.hashsalt": "nestfed",
+}  # fmt: skip
+
+
+def curves(
+    history: pd.DataFrame,
+    metric: str,
+    against: str = "round",
+    *,
+    title: str | None = None,
+    methods: Mapping[str, Look] | None = None,
+) -> Figure:
+    """Mean and band over seeds of every method against rounds, bytes or oracle calls; dashes where a stage begins."""
+    if against not in AXES:
+        raise UserError(f"curves against {against!r} were asked for; known are {', '.join(AXES)}.")
+    if metric not in statistics.recorded(history):
+        known = ", ".join(statistics.recorded(history)) or "none"
+        raise UserError(f"the metric {metric!r} was not recorded over time; recorded are: {known}.")
+    methods = methods or looks({method: method for method in history["method"].unique()})
+    with _style():
+        figure, axes = _canvas(7.6, 4.3)
+        several = False
+        for method, look in methods.items():
+            curve = statistics.curve(history, method, metric)
+            if curve.empty:
+                continue
+            several |= max(curve["n"]) > 1
+            _draw_curve(axes, curve, against, look)
+        axes.set_xlabel(AXES[against])
+        axes.set_title(_headed(title or title_of(metric)))
+        axes.margins(x=0.01)
+        if against == "round":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        else:
+            axes.xaxis.set_major_formatter(EngFormatter(unit="B" if against == "bytes" else "", sep="\N{THIN SPACE}"))
+        figure.legend(loc="outside right upper", handlelength=1.6)
+        text = "Mean over seeds; the band is one standard deviation." if several else "One seed."
+        _caption(figure, text)
+    return figure
+
+
+def _draw_curve(axes: Any, curve: pd.DataFrame, against: str, look: Look) -> None:
+    label: str | None = _plain(look.title)
+    # A stage without the metric leaves a gap: no line is drawn over what was not measured.
+    for _, piece in curve.groupby((curve["stage"].diff() > 1).cumsum()):
+        x, mean, std = (piece[column].to_numpy(float) for column in (against, "mean", "std"))
+        style = (0, look.dash) if look.dash else "-"
+        axes.plot(
+            x, mean, color=look.colour, linestyle=style, linewidth=1.9, label=label, zorder=3,
+            marker="o" if len(x) == 1 else None,
+        )  # fmt: skip
+        label = None
+        if max(piece["n"]) > 1:
+            axes.fill_between(x, mean - std, mean + std, color=look.colour, alpha=0.16, linewidth=0)
+    for begin, name in statistics.stage_changes(curve, against):
+        axes.axvline(begin, color=look.colour, linewidth=1, linestyle=(0, (3, 3)), alpha=0.8)
+        axes.annotate(
+            _plain(str(name)), (begin, 1), xycoords=("data", "axes fraction"), xytext=(3, -2),
+            textcoords="offset points", va="top", fontsize=8, color=look.colour,
+        )  # fmt: skip
+
+
+def slice_bars(record: Record, metric: str | None = None, *, kind: str = "group", split: str = "test") -> Figure:
+    """One bar per method for every group (or client), with a standard deviation over seeds; many slices as dots."""
+    table = statistics.slices(record)
+    table = statistics.rows(table, kind=kind, split=split)
+    metric = metric or (str(table["metric"].iloc[0]) if len(table) else "metric")
+    table = statistics.rows(table, metric=metric)
+    if table.empty:
+        known = record.slices[["metric", "kind", "split"]].drop_duplicates().itertuples(index=False)
+        raise UserError(
+            f"there is no {metric!r} by {kind!r} on the {split!r} rows; there is: "
+            + ("; ".join(" ".join(map(str, row)) for row in known) or "nothing")
+        )
+    means, stds = (
+        table.pivot(index="slice", columns="method", values=value).reindex(table["slice"].unique())
+        for value in ("mean", "std")
+    )
+    several, drawn = max(table["n"]) > 1, looks_of(record)
+    drawn = {method: look for method, look in drawn.items() if method in means}
+    with _style():
+        if len(means) > MANY:
+            figure = _slice_dots(means, drawn)
+            text = f"One dot per {kind}, its mean over seeds; the stroke is the mean of all."
+        else:
+            figure = _slice_bars(means, stds if several else None, drawn)
+            text = "Mean over seeds; the whisker is one standard deviation." if several else "One seed."
+        figure.axes[0].set_title(_headed(f"{metric_title(record, metric)} by {kind}, {split} rows"))
+        _caption(figure, text)
+    return figure
+
+
+def _slice_bars(means: pd.DataFrame, stds: pd.DataFrame | None, drawn: dict[str, Look]) -> Figure:
+    names = [_plain(textwrap.fill(str(name), 14, break_long_words=False)) for name in means.index]
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    wanted = 2.6 + len(names) * max(0.24 * len(drawn), 0.1 * longest)
+    figure, axes = _canvas(min(max(wanted, 6.4), 14), 4.0)
+    width = 0.8 / len(drawn)
+    places = np.arange(len(means))
+    for i, (method, look) in enumerate(drawn.items()):
+        error = None if stds is None else stds[method].to_numpy(float)
+        axes.bar(
+            places + (i - (len(drawn) - 1) / 2) * width, means[method].to_numpy(float), 0.9 * width, yerr=error,
+            color=look.colour, label=_plain(look.title), hatch="///" if look.dash else None, edgecolor="white",
+            linewidth=0, error_kw={"ecolor": INK, "elinewidth": 1, "alpha": 0.75},
+        )  # fmt: skip
+    crowded = wanted > 14
+    axes.set_xticks(places, names, rotation=25 if crowded else 0, ha="right" if crowded else "center")
+    axes.tick_params(axis="x", length=0, labelcolor=INK)
+    figure.legend(loc="outside right upper", handlelength=1, handleheight=1)
+    return figure
+
+
+def _slice_dots(means: pd.DataFrame, drawn: dict[str, Look]) -> Figure:
+    figure, axes = _canvas(7.6, 1.4 + 0.55 * len(drawn))
+    jitter = 0.5 * (np.arange(len(means)) * 0.618034 % 1 - 0.5)  # even in every stretch, and the same every time
+    for i, (method, look) in enumerate(drawn.items()):
+        values = means[method].to_numpy(float)
+        axes.scatter(values, i + jitter, s=14, color=look.colour, alpha=0.5, linewidths=0)
+        axes.plot([np.nanmean(values)] * 2, [i - 0.34, i + 0.34], color=look.colour, linewidth=2.4)
+    axes.set_yticks(range(len(drawn)), [_plain(look.title) for look in drawn.values()])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.invert_yaxis()
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+    return figure
+
+
+def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Figure:
+    """Two metrics of the headline against each other (by default the second and the first), with error crosses."""
+    metrics = {metric.name: metric for metric in record.metrics}
+    names = list(metrics)
+    if len(names) < 2 and (x is None or y is None):
+        raise UserError(f"a trade-off needs two metrics, and the record has {len(names)}: {', '.join(names)}.")
+    x, y = x or names[1], y or names[0]
+    for name in (x, y):
+        if name not in metrics:
+            raise UserError(f"the metric {name!r} is not in the headline; there are: {', '.join(names)}.")
+    table, drawn = statistics.headline(record), looks_of(record)
+    with _style():
+        figure, axes = _canvas(6.4, 4.6)
+        for method, look in drawn.items():
+            across, up = (statistics.entry(table, method, metrics[name]) for name in (x, y))
+            if not (across.n and up.n):
+                continue
+            axes.errorbar(
+                across.mean, up.mean, xerr=across.std, yerr=up.std, fmt=look.marker, color=look.colour, markersize=8,
+                elinewidth=1.3, markeredgewidth=0,
+            )  # fmt: skip
+            axes.annotate(
+                _plain(look.title), (across.mean, up.mean), xytext=(8, 6), textcoords="offset points",
+                color=look.colour, fontweight="bold", fontsize=9,
+            )  # fmt: skip
+        axes.set_xlabel(_direction(metrics[x]))
+        axes.set_ylabel(_direction(metrics[y]))
+        axes.set_title(_headed(f"{metrics[y].title} against {metrics[x].title}"))
+        axes.grid(visible=True, axis="both")
+        axes.margins(0.18)
+        right, up = (metrics[name].better == "higher" for name in (x, y))
+        arrow = {(True, True): "↗", (True, False): "↘", (False, True): "↖", (False, False): "↙"}[right, up]
+        axes.text(
+            0.98 if right else 0.02, 0.97 if up else 0.03, f"better {arrow}" if right else f"{arrow} better",
+            transform=axes.transAxes, ha="right" if right else "left", va="top" if up else "bottom", color=MUTED,
+            style="italic", fontsize=9,
+        )  # fmt: skip
+        _caption(figure, "Mean over seeds; the cross is one standard deviation.")
+    return figure
+
+
+def holdings(record: Record) -> Figure:
+    """Who holds what, of the first seed."""
+    from nestfed.data import draw_holdings  # heavy, and not needed by readers of one figure
+
+    first = record.holdings["seed"].iloc[0]
+    return draw_holdings(statistics.rows(record.holdings, seed=first).drop(columns="seed"))
+
+
+def write_all(record: Record, folder: Path) -> list[Path]:
+    """The figures that a paper or a talk would take, as PNG and SVG; the page can show all the others."""
+    made: dict[str, Figure] = {}
+    history, drawn = statistics.sound_history(record), looks_of(record)
+    known = statistics.recorded(history)
+    telling = [name for name in (m.name for m in record.metrics) if name in known]
+    chosen = [name for name in (record.about.get("select"),) if name in known and name not in telling]
+    for metric in (*telling, *chosen):
+        for against in AXES if metric in telling[:2] else ("round",):
+            name = file_name("curves", metric, against)
+            made[name] = curves(history, metric, against, title=metric_title(record, metric), methods=drawn)
+    table = statistics.rows(statistics.slices(record), split="test")
+    for metric in table["metric"].unique()[:3]:
+        for kind in statistics.rows(table, metric=metric)["kind"].unique():
+            made[file_name("bars", metric, kind)] = slice_bars(record, metric, kind=kind)
+    if len(record.metrics) > 1 and len(statistics.finished(record)):
+        made["trade-off"] = trade_off(record)
+    if len(record.holdings):
+        made["holdings"] = holdings(record)
+    return [path for stem, figure in made.items() for path in write(figure, folder, stem)]
+
+
+def write(figure: Figure, folder: Path, stem: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{stem}.png", folder / f"{stem}.svg"]
+    with _style():
+        figure.savefig(paths[0], dpi=160)
+        figure.savefig(paths[1], metadata={"Date": None})  # the same record gives the same file
+    return paths
+
+
+def looks_of(record: Record) -> dict[str, Look]:
+    return looks(record.about["methods"], statistics.baseline_of(record))
+
+
+def metric_title(record: Record, name: str) -> str:
+    return next((metric.title for metric in record.metrics if metric.name == name), title_of(name))
+
+
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        # Names of groups may have letters that the font lacks; a box in the figure is no reason to alarm anybody.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        warnings.filterwarnings("ignore", message="Matplotlib currently does not support .* natively")
+        yield
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _caption(figure: Figure, text: str) -> None:
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=8, color=MUTED)
+
+
+def _direction(metric: Metric) -> str:
+    return _plain(f"{metric.title} ({metric.better} is better)")
+
+
+def _headed(text: str) -> str:
+    return _plain(text[:1].upper() + text[1:])
+
+
+def _plain(text: str) -> str:
+    """Text in which a dollar is a dollar, not the beginning of a formula."""
+    return text.replace("$", r"\$")

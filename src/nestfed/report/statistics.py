@@ -1,0 +1,191 @@
+"""Means, spreads and paired differences over seeds.
+
+Spreads are standard deviations with ddof 0. A difference to the baseline is taken seed by seed, because both methods
+then see the same data, start and noise: its interval is the 95 % t-interval of the differences, its p-value that of the
+two-sided paired t-test. Neither is corrected for the number of comparisons.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from nestfed.core import UserError
+from nestfed.record import Metric, Record
+
+CONFIDENCE = 0.95
+STATISTICS = ("mean", "std", "n", "difference", "low", "high", "p", "pairs")
+HISTORY_KEYS = ("method", "seed", "stage", "round", "bytes", "oracle_calls", "samples")
+
+
+class Paired(NamedTuple):
+    """The mean of the differences over common seeds, its interval and p-value; NaN where there are too few seeds."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    n: int
+
+    @property
+    def clear(self) -> bool:
+        """The interval leaves out zero. (Never with fewer than two seeds: there is no interval.)"""
+        return self.low > 0 or self.high < 0
+
+
+NO_PAIRS = Paired(np.nan, np.nan, np.nan, np.nan, 0)
+
+
+def paired(a: pd.Series, b: pd.Series) -> Paired:
+    """a - b, both indexed by seed, on the seeds for which both are finite."""
+    for series in (a, b):
+        if not series.index.is_unique:
+            twice = series.index[series.index.duplicated()][0]
+            raise UserError(f"seed {twice} was given twice; a paired difference needs one value per seed.")
+    a, b = _finite(a), _finite(b)
+    seeds = a.index.intersection(b.index)
+    first, second = a.loc[seeds].to_numpy(float), b.loc[seeds].to_numpy(float)
+    differences, n = first - second, len(seeds)
+    if n == 0:
+        return NO_PAIRS
+    mean = float(differences.mean())
+    if n == 1:
+        return Paired(mean, np.nan, np.nan, np.nan, 1)
+    # Subtracting leaves rounding errors of the size of the operands: smaller spreads are none.
+    rounding = 8 * np.finfo(float).eps * max(np.abs(first).max(), np.abs(second).max())
+    if np.ptp(differences) <= rounding:
+        same = abs(mean) <= rounding
+        mean = 0.0 if same else mean
+        return Paired(mean, mean, mean, 1.0 if same else 0.0, n)
+    error = float(differences.std(ddof=1)) / n**0.5
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
+    return Paired(mean, mean - reach, mean + reach, float(2 * stats.t.sf(abs(mean) / error, n - 1)), n)
+
+
+def _finite(series: pd.Series) -> pd.Series:
+    return series.take(np.flatnonzero(np.isfinite(series.to_numpy(float))))
+
+
+def rows(frame: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """The rows with these values in these columns."""
+    keep = np.ones(len(frame), bool)
+    for column, value in values.items():
+        keep &= (frame[column] == value).to_numpy(bool)
+    return frame.take(np.flatnonzero(keep))
+
+
+def rows_with(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The rows in which a column of numbers is finite."""
+    return frame.take(np.flatnonzero(np.isfinite(frame[column].to_numpy(float))))
+
+
+def finished(record: Record) -> pd.DataFrame:
+    """The rows of `final` that count: runs that diverged or were cut short say nothing about a finished one."""
+    return rows(record.final, status="finished")
+
+
+def sound_history(record: Record) -> pd.DataFrame:
+    """The history without the runs that diverged: they end early, and the mean would jump where they do."""
+    diverged = rows(record.final, status="diverged")
+    gone = set(zip(diverged["method"], diverged["seed"], strict=True))
+    runs = zip(record.history["method"], record.history["seed"], strict=True)
+    return record.history.take([i for i, run in enumerate(runs) if run not in gone])
+
+
+def headline(record: Record) -> pd.DataFrame:
+    """One row per method: "failed" (runs that did not finish) and for every metric the columns "<name> mean", "std",
+    "n", "difference" (to the baseline), "low", "high", "p" and "pairs" (common seeds). The baseline has no
+    difference to itself.
+    """
+    good = finished(record)
+    values = {method: rows(good, method=method).set_index("seed") for method in record.methods}
+    baseline = baseline_of(record)
+    lines = []
+    for method in record.methods:
+        line: dict[str, Any] = {"failed": len(rows(record.final, method=method)) - len(values[method])}
+        for metric in record.metrics:
+            other = None if baseline in (None, method) else _column(values[baseline], metric)
+            line |= _compare(_column(values[method], metric), other, metric)
+        lines.append(line)
+    return pd.DataFrame(lines, index=pd.Index(record.methods, name="method"))
+
+
+def baseline_of(record: Record) -> str | None:
+    baseline = record.about.get("baseline")
+    return baseline if baseline in record.methods else None
+
+
+def _column(values: pd.DataFrame, metric: Metric) -> pd.Series:
+    return pd.Series(values[metric.name] if metric.name in values else np.nan, values.index, float)
+
+
+def _compare(own: pd.Series, reference: pd.Series | None, metric: Metric) -> dict[str, Any]:
+    good = _finite(own)
+    mean, std = (good.mean(), good.std(ddof=0)) if len(good) else (np.nan, np.nan)
+    numbers = (mean, std, len(good), *(NO_PAIRS if reference is None else paired(own, reference)))
+    return {f"{metric.name} {name}": value for name, value in zip(STATISTICS, numbers, strict=True)}
+
+
+class Entry(NamedTuple):
+    """One method and one metric of a headline table."""
+
+    mean: float
+    std: float
+    n: int
+    paired: Paired  # with the baseline
+
+
+def entry(table: pd.DataFrame, method: str, metric: Metric) -> Entry:
+    mean, std, n, *others = (table.at[method, f"{metric.name} {name}"] for name in STATISTICS)
+    return Entry(mean, std, int(n), Paired(*others[:-1], n=int(others[-1])))
+
+
+def best(table: pd.DataFrame, metric: Metric) -> str | None:
+    """The method of a headline table with the best mean of a metric; None where no method has one."""
+    means = table[f"{metric.name} mean"].dropna()
+    if means.empty:
+        return None
+    return str(means.idxmax() if metric.better == "higher" else means.idxmin())
+
+
+def recorded(history: pd.DataFrame) -> list[str]:
+    """The metrics that were recorded over time and have a finite value somewhere."""
+    numeric = history.drop(columns=[key for key in HISTORY_KEYS if key in history]).select_dtypes("number")
+    return [name for name in numeric if np.isfinite(numeric[name].to_numpy(float)).any()]
+
+
+def curve(history: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
+    """Mean and standard deviation over seeds of one method, by evaluation.
+
+    Columns: stage (a count from 0), name (of the stage), round, bytes, oracle_calls, mean, std, n. Evaluations without
+    the metric are left out.
+    """
+    own = rows(history, method=method)
+    own = own.take(np.argsort(own["round"].to_numpy(), kind="stable"))
+    place, _ = pd.factorize(own["stage"])  # in the order in which they were run
+    own = rows_with(own.assign(name=own["stage"], stage=place), metric)
+    evaluations = own.groupby(["stage", "name", "round"])
+    costs = {axis: evaluations[axis].mean() for axis in ("bytes", "oracle_calls")}
+    return _moments(evaluations[metric]).assign(**costs).reset_index()
+
+
+def _moments(values: Any) -> pd.DataFrame:
+    """Mean, std and n of grouped values."""
+    return pd.DataFrame({"mean": values.mean(), "std": values.std(ddof=0), "n": values.size()})
+
+
+def stage_changes(curve: pd.DataFrame, against: str) -> list[tuple[float, str]]:
+    """Where (on an axis) a later stage begins, and its name: at the last evaluation of the stage before, or at its own
+    first where the stage before lacks the metric.
+    """
+    begins = np.flatnonzero(np.diff(curve["stage"].to_numpy(int), prepend=0) > 0)
+    return [(float(curve[against].iloc[max(i - 1, 0)]), str(curve["name"].iloc[i])) for i in begins]
+
+
+def slices(record: Record) -> pd.DataFrame:
+    """Mean, std and n over finished seeds for every method, kind, slice, split and metric, in the order of the data."""
+    good = record.slices.merge(finished(record)[["method", "seed"]], on=["method", "seed"])
+    good = rows_with(good, "value")
+    keys = ["method", "kind", "slice", "split", "metric"]
+    return _moments(good.groupby(keys, sort=False)["value"]).reset_index()
