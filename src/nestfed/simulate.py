@@ -124,6 +124,7 @@ def simulate(
     checkpoint_every: int | None = None,
     resume: bool = False,
     progress: bool | None = None,
+    title: str | None = None,
 ) -> Result:
     """Run an algorithm on a task.
 
@@ -138,7 +139,7 @@ def simulate(
     client_axis       "vmap" (clients side by side), "map" (client after client, `client_chunk` at a time), or "auto"
     checkpoint        a file that holds the run from time to time (or every `checkpoint_every` rounds), at the end, and
                       when the run is interrupted or diverges; `resume=True` goes on from it, bit for bit
-    progress          show a progress bar; None: if standard error is a terminal
+    progress          show a progress bar; None: if standard error is a terminal; `title` stands beside it
 
     Raises Diverged when a value becomes non-finite, with the last finite state.
     """
@@ -165,7 +166,7 @@ def simulate(
     work = _Work(algorithm, task, as_key(seed), plan, rate, None if checkpoint is None else Path(checkpoint))
     with _Interrupts() as interrupts:
         work.begin(rounds, resume=resume, dropout=dropout)
-        with Progress(type(algorithm).__name__, rounds, work.done, progress) as bar:
+        with Progress(title or type(algorithm).__name__, rounds, work.done, progress) as bar:
             work.go_on(rounds, checkpoint_every, bar, interrupts)
     return work.result()
 

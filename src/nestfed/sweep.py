@@ -12,7 +12,7 @@ import numpy as np
 
 from nestfed import engine
 from nestfed.border import as_key, check_positive, check_select, make_plan
-from nestfed.core import Array, Task, UserError
+from nestfed.core import Array, PyTree, Task, UserError, static, struct
 from nestfed.engine import Plan, Run
 from nestfed.progress import Progress
 
@@ -25,6 +25,7 @@ class Sweep:
     seeds: list[Any]
     history: dict[str, np.ndarray]  # "round": [evaluations]; every metric: [settings, seeds, evaluations, ...]
     diverged: np.ndarray  # [settings, seeds]: the round in which a value became non-finite, or -1
+    participants: np.ndarray  # [settings, seeds, rounds]: clients that took part
     runs: list[Run]  # one per setting, every leaf [seeds, ...]
 
     def best(self, metric: str) -> int:
@@ -41,12 +42,13 @@ class Sweep:
 
 def sweep(
     settings: Sequence[Any],
-    task: Task,
+    task: Task | Sequence[Task],
     seeds: Sequence[Any] = (0,),
     *,
     rounds: int,
     dropout: float = 0.0,
     progress: bool | None = None,
+    title: str = "sweep",
     **options: Any,
 ) -> Sweep:
     """Run every setting with every seed, side by side, in one program per structure.
@@ -54,60 +56,74 @@ def sweep(
     A setting is an algorithm, or a pair (algorithm, problem) to vary the problem's numbers too. Settings that differ in
     floats only share a program; each whole-number setting (local_steps, terms) means another one. A setting that
     diverges is marked and keeps its last finite state; the others go on. Options are those of `simulate`.
+
+    `task` may also be one task per seed, alike but for their numbers: another split of the data, another start.
     """
     if not settings or not seeds:
         raise UserError("a sweep needs at least one setting and one seed.")
     check_positive("rounds", rounds)
-    pairs = [s if isinstance(s, tuple) else (s, task.problem) for s in settings]
-    pairs = [(a, dataclasses.replace(p, layouts=task.problem.layouts)) for a, p in pairs]
+    if isinstance(task, Task):
+        first, batch = task, _TaskBatch(columns=task.data.columns, tasks=_without_columns(task), own=False)
+    else:
+        first, batch = task[0], _TaskBatch.of(task, len(seeds))
+    pairs = [s if isinstance(s, tuple) else (s, None) for s in settings]
+    layouts = first.problem.layouts
+    pairs = [(a, p if p is None else dataclasses.replace(p, layouts=layouts)) for a, p in pairs]
     keys = jnp.stack([as_key(seed) for seed in seeds])
     groups: dict[Any, list[int]] = {}
     for i, pair in enumerate(pairs):
-        make_plan(pair[0], dataclasses.replace(task, problem=pair[1]), dropout=dropout, **options)
+        make_plan(pair[0], _with_problem(first, pair[1]), dropout=dropout, **options)
         groups.setdefault(jax.tree.structure(pair), []).append(i)
 
-    task = jax.device_put(task)  # once, not for every piece of every sweep
+    batch = jax.device_put(batch)  # once, not for every piece of every sweep
     runs: list[Any] = [None] * len(pairs)
     histories: list[Any] = [None] * len(pairs)
+    participants: list[Any] = [None] * len(pairs)
     when = np.zeros(0, int)
-    with Progress("sweep", rounds * len(groups), 0, progress) as bar:
+    with Progress(title, rounds * len(groups), 0, progress) as bar:
         for g, members in enumerate(groups.values()):
-            plan, rate = make_plan(pairs[members[0]][0], task, dropout=dropout, **options)
+            algorithm, problem = pairs[members[0]]
+            plan, rate = make_plan(algorithm, _with_problem(first, problem), dropout=dropout, **options)
             number = lambda a: jnp.asarray(a, jnp.result_type(float) if isinstance(a, float) else None)
             stacked = jax.tree.map(lambda *a: jnp.stack([number(v) for v in a]), *[pairs[i] for i in members])
-            run, when, history = _sweep_group(stacked, task, keys, rounds, rate, plan, bar, offset=g * rounds)
+            run, when, history, present = _sweep_group(stacked, batch, keys, rounds, rate, plan, bar, offset=g * rounds)
             for row, i in enumerate(members):
                 runs[i] = jax.tree.map(lambda a: a[row], run)
                 histories[i] = {name: column[row] for name, column in history.items()}
+                participants[i] = present[row]
     columns = {name: np.stack([h[name] for h in histories]) for name in histories[0]}
     return Sweep(
         settings=list(settings),
         seeds=list(seeds),
         history={"round": when} | columns,
         diverged=np.stack([np.asarray(run.diverged) for run in runs]),
+        participants=np.stack(participants),
         runs=runs,
     )
 
 
 def _sweep_group(
-    stacked: Any, task: Task, keys: Array, rounds: int, rate: Array, plan: Plan, bar: Progress, offset: int
-) -> tuple[Run, np.ndarray, dict[str, np.ndarray]]:
-    """All settings of one structure x all seeds: (runs, evaluated rounds, history), leaves [settings, seeds, ...]."""
-    run = _start(stacked, task, keys, plan)
+    stacked: Any, batch: "_TaskBatch", keys: Array, rounds: int, rate: Array, plan: Plan, bar: Progress, offset: int
+) -> tuple[Run, np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """All settings of one structure x all seeds: (runs, evaluated rounds, history, clients that took part), leaves
+    [settings, seeds, ...]."""
+    run = _start(stacked, batch, keys, plan)
     evaluated: list[tuple[list[int], dict[str, Any]]] = []  # (rounds, values [settings, seeds, rounds, ...])
-    now = lambda: {name: v[:, :, None] for name, v in _evaluate(stacked, task, keys, run, plan).items()}
+    now = lambda: {name: v[:, :, None] for name, v in _evaluate(stacked, batch, keys, run, plan).items()}
     evaluated.append(([0], now()))
     check_select(plan.select, evaluated[0][1])
+    participants = []
     first, piece = 0, 1
     while first < rounds:
         length = min(piece, engine.CAPACITY, rounds - first)
         began = time.monotonic()
-        run, rows = jax.block_until_ready(_advance(stacked, task, keys, run, first, length, rate, plan))
+        run, rows = jax.block_until_ready(_advance(stacked, batch, keys, run, first, length, rate, plan))
         speed = length / max(time.monotonic() - began, 1e-9)
         piece = max(1, min(4 * piece, int(speed)))
+        participants.append(np.asarray(rows.pop("participants"))[:, :, :length])
         due = [i for i in range(length) if plan.evaluate_every and (first + i + 1) % plan.evaluate_every == 0]
         if due:
-            rows = {name: np.asarray(v)[:, :, due] for name, v in rows.items() if name != "participants"}
+            rows = {name: np.asarray(v)[:, :, due] for name, v in rows.items()}
             evaluated.append(([first + 1 + i for i in due], rows))
         first += length
         bar.update(offset + first, speed, {})
@@ -123,27 +139,88 @@ def _sweep_group(
     for name, column in history.items():
         if np.issubdtype(column.dtype, np.floating):
             history[name] = np.where(stale.reshape(stale.shape + (1,) * (column.ndim - 3)), np.nan, column)
-    return run, when, history
+    return run, when, history, np.concatenate(participants, 2)
 
 
-def _side_by_side(function, stacked, task, keys, *runs):
+@struct
+class _TaskBatch:
+    """The task of every seed: what differs is stacked, the rows of all of them are one pool.
+
+    Pooling the rows costs no copy per seed and setting: a seed's clients just start at other offsets.
+    """
+
+    columns: PyTree
+    tasks: Task  # without columns; every leaf [seeds, ...] if own
+    own: bool = static()  # does every seed have a task of its own?
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], seeds: int) -> "_TaskBatch":
+        if len(tasks) != seeds:
+            raise UserError(f"{len(tasks)} tasks were given for {seeds} seeds; give one task, or one per seed.")
+        tasks = same_shapes(tasks)
+        pools = {id(t.data.columns): t.data.columns for t in tasks}
+        sizes = [jax.tree.leaves(pool)[0].shape[0] if jax.tree.leaves(pool) else 0 for pool in pools.values()]
+        starts = dict(zip(pools, np.cumsum(sizes) - sizes, strict=True))
+        shifted = lambda t: dataclasses.replace(
+            _without_columns(t),
+            data=dataclasses.replace(
+                t.data, columns=None, offsets=np.asarray(t.data.offsets + starts[id(t.data.columns)], np.int32)
+            ),
+        )
+        return cls(
+            columns=jax.tree.map(lambda *parts: np.concatenate(parts), *pools.values()),
+            tasks=jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(shifted, tasks)),
+            own=True,
+        )
+
+    def joined(self, task: Task, problem: Any) -> Task:
+        """One seed's task with the common pool, and with a setting's own problem if it has one."""
+        return _with_problem(
+            dataclasses.replace(task, data=dataclasses.replace(task.data, columns=self.columns)), problem
+        )
+
+
+def same_shapes(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks with a common bound on clients' sizes, so that they share their programs; refused if they differ in
+    more than numbers."""
+    largest = max(task.data.largest for task in tasks)
+    tasks = [dataclasses.replace(t, data=dataclasses.replace(t.data, largest=largest)) for t in tasks]
+    shapes = lambda task: [(np.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(_without_columns(task))]
+    for i, task in enumerate(tasks):
+        if shapes(task) != shapes(tasks[0]) or jax.tree.structure(task) != jax.tree.structure(tasks[0]):
+            raise UserError(
+                f"the tasks of seeds 0 and {i} differ in more than numbers; give tasks with the same problem, "
+                "model and number of clients."
+            )
+    return tasks
+
+
+def _without_columns(task: Task) -> Task:
+    return dataclasses.replace(task, data=dataclasses.replace(task.data, columns=None))
+
+
+def _with_problem(task: Task, problem: Any) -> Task:
+    return task if problem is None else dataclasses.replace(task, problem=problem)
+
+
+def _side_by_side(function, stacked, batch, keys, *runs):
     """function(algorithm, task, key, *run) for every setting and seed."""
-    one = lambda pair, key, *run: function(pair[0], dataclasses.replace(task, problem=pair[1]), key, *run)
-    over_seeds = jax.vmap(one, (None, 0) + (0,) * len(runs))
-    return jax.vmap(over_seeds, (0, None) + (0,) * len(runs))(stacked, keys, *runs)
+    one = lambda pair, task, key, *run: function(pair[0], batch.joined(task, pair[1]), key, *run)
+    over_seeds = jax.vmap(one, (None, 0 if batch.own else None, 0) + (0,) * len(runs))
+    return jax.vmap(over_seeds, (0, None, None) + (0,) * len(runs))(stacked, batch.tasks, keys, *runs)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _start(stacked, task, keys, plan):
-    return _side_by_side(lambda a, t, key: engine.start(a, t, key, plan), stacked, task, keys)
+def _start(stacked, batch, keys, plan):
+    return _side_by_side(lambda a, t, key: engine.start(a, t, key, plan), stacked, batch, keys)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _evaluate(stacked, task, keys, run, plan):
-    return _side_by_side(lambda a, t, key, run: engine.evaluate(a, t, key, run, plan), stacked, task, keys, run)
+def _evaluate(stacked, batch, keys, run, plan):
+    return _side_by_side(lambda a, t, key, run: engine.evaluate(a, t, key, run, plan), stacked, batch, keys, run)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _advance(stacked, task, keys, run, first, length, rate, plan):
+def _advance(stacked, batch, keys, run, first, length, rate, plan):
     go_on = lambda a, t, key, run: engine.advance(a, t, key, run, first, length, rate, plan)
-    return _side_by_side(go_on, stacked, task, keys, run)
+    return _side_by_side(go_on, stacked, batch, keys, run)

@@ -1,0 +1,120 @@
+"""Named tasks and the methods that solve them: what the command line, the sweeps and the reports have in common.
+
+A *kind* of task ("fairness") makes a *set-up* of data for every seed. A *method* ("FedBiO") is one or several
+*stages*; a stage is an algorithm on a task that the set-up makes, knowing what the stage before left.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pandas as pd
+
+from nestfed.algorithms import make
+from nestfed.core import Algorithm, Task, UserError, validate
+from nestfed.record import Metric
+
+Setup = Any  # one seed's data, as a kind makes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One algorithm of a method."""
+
+    name: str
+    algorithm: str
+    task: Callable[[Setup, Any], Task]  # (set-up, the server's state after the stage before or None)
+    settings: Callable[[Setup], dict[str, Any]]  # what the kind recommends for this set-up
+    output: str = "last"
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Stages in order. Settings of the first stage need no prefix; those of a later one do: `model.lr`."""
+
+    title: str
+    description: str
+    stages: tuple[Stage, ...]
+
+    def algorithms(self, setup: Setup, changes: Mapping[str, Any]) -> list[Algorithm]:
+        """The algorithm of every stage, with the user's changes of its settings."""
+        own: list[dict[str, Any]] = [stage.settings(setup) for stage in self.stages]
+        for key, value in changes.items():
+            own[self.stage_of(key)][self.plain(key)] = value
+        return [make(stage.algorithm, **settings) for stage, settings in zip(self.stages, own, strict=True)]
+
+    def stage_of(self, key: str) -> int:
+        """Which stage a setting belongs to."""
+        head = key.partition(".")[0]
+        names = [stage.name for stage in self.stages]
+        return names.index(head) if head in names else 0
+
+    def plain(self, key: str) -> str:
+        """The setting's name within its stage."""
+        head, _, tail = key.partition(".")
+        return tail if head in [stage.name for stage in self.stages] else key
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A named task."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    description: ClassVar[str]
+    baseline: ClassVar[str]  # the method that others are compared with
+    select: ClassVar[str]  # the metric on validation data that tells most of `score`
+    metrics: ClassVar[tuple[Metric, ...]]  # the headline, the most telling first
+    steps: int  # local steps of every stage, an option of every kind
+    methods: ClassVar[dict[str, Method]]
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "Kind":
+        """The kind with the user's options; an unknown one is refused with the nearest known name."""
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for key in options:
+            if key not in known:
+                raise UserError(f"the task {cls.name} has no option {key!r}{nearest(key, known)}")
+        kind = cls(**options)
+        validate(kind)
+        return kind
+
+    def method(self, name: str) -> Method:
+        if name not in self.methods:
+            raise UserError(f"{name!r} is no method for the task {self.name}{nearest(name, self.methods)}")
+        return self.methods[name]
+
+    def score(self, final: Mapping[str, float]) -> float:
+        """What settings are chosen by, from the last values of metrics on validation data: the smaller the better."""
+        return final[self.select]
+
+    def set_up(self, seed: int) -> Setup:
+        """One seed's data: read, split, dealt to clients and encoded."""
+        raise NotImplementedError
+
+    def summary(self) -> list[tuple[str, pd.DataFrame]]:
+        """What a person should see of the data before training: (title, table)."""
+        raise NotImplementedError
+
+    def holdings(self, setup: Setup) -> pd.DataFrame:
+        """Who holds what: client, group, label, part, rows."""
+        raise NotImplementedError
+
+    def notes(self, setup: Setup) -> list[str]:
+        """Remarks on the data that the report repeats."""
+        return []
+
+    def evaluate(self, setup: Setup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
+        """(headline metrics of a final state, metrics of slices of the data: kind, slice, split, metric, value)."""
+        raise NotImplementedError
+
+    def trained(self, setup: Setup, server: Any) -> Any:
+        """The final model, to be used on new data."""
+        raise NotImplementedError
+
+
+def nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"{hint} Known are {', '.join(known)}."

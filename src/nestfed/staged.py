@@ -1,0 +1,191 @@
+"""Running a method, stage after stage: one seed at a time with checkpoints, or many settings x seeds side by side."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from nestfed import cost
+from nestfed.border import cohort_size
+from nestfed.core import Algorithm, Task, UserError
+from nestfed.methods import Kind, Setup
+from nestfed.simulate import Diverged, simulate
+from nestfed.sweep import sweep
+
+FINISHED, DIVERGED = "finished", "diverged"
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTrace:
+    """What one stage of one seed left."""
+
+    name: str
+    rounds: int
+    history: dict[str, np.ndarray]
+    participants: np.ndarray
+    cost: cost.Cost
+    clients: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A method with its settings and a seed: all its stages, and the server's state at the end."""
+
+    method: str
+    seed: int
+    changes: dict[str, Any]
+    stages: tuple[StageTrace, ...] = ()
+    server: Any = None
+    status: str = FINISHED
+
+    def extended(self, stage: StageTrace, server: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
+        status = DIVERGED if DIVERGED in (status, self.status) else status
+        return dataclasses.replace(
+            self, stages=(*self.stages, stage), server=server, status=status, changes={**self.changes, **changes}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How long and with whom: the same for all methods of a run."""
+
+    rounds: int | None = None  # of every stage; None: the kind's number of steps / local_steps
+    cohort: int | float | None = None
+    dropout: float = 0.0
+    evaluations: int = 100  # about so many in every stage
+
+    def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
+        return self.rounds or max(1, kind.steps // algorithm.local_steps)
+
+    def options(self, rounds: int) -> dict[str, Any]:
+        return {
+            "rounds": rounds,
+            "cohort": self.cohort,
+            "dropout": self.dropout,
+            "evaluate_every": max(1, rounds // self.evaluations),
+        }
+
+
+def make_setups(kind: Kind, seeds: Sequence[int]) -> dict[int, Setup]:
+    """Every seed's data."""
+    (setups,) = bounded([{seed: kind.set_up(seed) for seed in seeds}])
+    return setups
+
+
+def bounded(several: Sequence[dict[int, Setup]]) -> list[dict[int, Setup]]:
+    """The same set-ups with one bound on their clients' sizes: they then share their compiled programs."""
+    largest = max(setup.rows.largest for setups in several for setup in setups.values())
+    bound = lambda setup: dataclasses.replace(setup, rows=dataclasses.replace(setup.rows, largest=largest))
+    return [{seed: bound(setup) for seed, setup in setups.items()} for setups in several]
+
+
+def run_method(
+    kind: Kind,
+    name: str,
+    setup: Setup,
+    seed: int,
+    changes: Mapping[str, Any],
+    budget: Budget,
+    *,
+    checkpoints: Path | None,
+    resume: bool,
+    progress: bool | None,
+) -> Trace:
+    """One seed of a method through all its stages; a stage that diverges is the last one."""
+    method = kind.method(name)
+    trace = Trace(name, seed, dict(changes))
+    for stage, algorithm in zip(method.stages, method.algorithms(setup, changes), strict=True):
+        task = stage.task(setup, trace.server)
+        options = budget.options(budget.rounds_of(kind, algorithm))
+        title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
+        try:
+            result, status = simulate(
+                algorithm, task, seed, **options, output=stage.output, title=title, progress=progress, resume=resume,
+                checkpoint=None if checkpoints is None else checkpoints / f"{name}-seed{seed}-{stage.name}.npz",
+            ), FINISHED  # fmt: skip
+        except Diverged as error:
+            result, status = error.result, DIVERGED
+        done = StageTrace(
+            stage.name, options["rounds"], result.history, result.participants, ledger(algorithm, task, budget.cohort),
+            task.clients,
+        )  # fmt: skip
+        trace = trace.extended(done, result.output, status, {})
+        if status == DIVERGED:
+            break
+    return trace
+
+
+def ledger(algorithm: Algorithm, task: Task, cohort: int | float | None) -> cost.Cost:
+    return cost.measure(algorithm, task, cohort=cohort_size(cohort, task.clients))
+
+
+def sweep_method(
+    kind: Kind,
+    name: str,
+    setups: Mapping[int, Setup],
+    changes: Mapping[str, Any],
+    grid: Mapping[str, Sequence[Any]],
+    budget: Budget,
+    *,
+    progress: bool | None = None,
+) -> list[Trace]:
+    """All combinations of a grid x all seeds, side by side. A grid may reach into every stage (`model.lr`): each stage
+    runs its own combinations on everything that the stages before have left."""
+    method = kind.method(name)
+    first = next(iter(setups.values()))
+    traces = [Trace(name, seed, dict(changes)) for seed in setups]
+    for number, stage in enumerate(method.stages):
+        own = {key: values for key, values in grid.items() if method.stage_of(key) == number}
+        combinations = [dict(zip(own, values, strict=True)) for values in itertools.product(*own.values())]
+        algorithms = [method.algorithms(first, {**changes, **combination})[number] for combination in combinations]
+        tasks = [stage.task(setups[trace.seed], trace.server) for trace in traces]
+        extended: list[Trace] = []
+        lengths = [budget.rounds_of(kind, algorithm) for algorithm in algorithms]
+        for rounds in sorted(set(lengths)):
+            members = [i for i, length in enumerate(lengths) if length == rounds]
+            done = sweep(
+                [algorithms[i] for i in members], tasks, [trace.seed for trace in traces],
+                **budget.options(rounds), output=stage.output, title=f"{method.title}, {stage.name}",
+                progress=progress,
+            )  # fmt: skip
+            for row, i in enumerate(members):
+                price = ledger(algorithms[i], tasks[0], budget.cohort)
+                for column, trace in enumerate(traces):
+                    history = {
+                        key: values if key == "round" else values[row, column] for key, values in done.history.items()
+                    }
+                    one = jax.tree.map(lambda a: np.asarray(a[column]), done.runs[row])
+                    stage_trace = StageTrace(
+                        stage.name, rounds, history, done.participants[row, column], price, tasks[0].clients
+                    )
+                    status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
+                    server = one.server if one.output is None else one.output.server
+                    extended.append(trace.extended(stage_trace, server, status, combinations[i]))
+        traces = extended
+    return traces
+
+
+def score_of(kind: Kind, trace: Trace) -> float:
+    """What settings are chosen by; infinite for a run that diverged."""
+    if trace.status == DIVERGED:
+        return np.inf
+    final = {name: float(values[-1]) for name, values in trace.stages[-1].history.items() if values.ndim == 1}
+    score = kind.score(final)
+    return score if np.isfinite(score) else np.inf
+
+
+def best_changes(kind: Kind, traces: Sequence[Trace]) -> dict[str, Any]:
+    """The settings with the smallest score on validation data, averaged over seeds. A setting of which any seed
+    diverged is passed over."""
+    scores: dict[tuple, list[float]] = {}
+    for trace in traces:
+        scores.setdefault(tuple(trace.changes.items()), []).append(score_of(kind, trace))
+    means = {key: float(np.mean(values)) for key, values in scores.items()}
+    best = min(means, key=lambda key: means[key])
+    if not np.isfinite(means[best]):
+        raise UserError(f"every setting of {traces[0].method} diverged; give smaller step sizes.")
+    return dict(best)

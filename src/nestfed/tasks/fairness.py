@@ -1,0 +1,611 @@
+"""Fair classification: a model whose errors do not fall on one group.
+
+Every client holds rows with inputs, a binary label s and a group a, in three parts: training rows, a validation set
+with equally many rows of every group, and test rows. Five problems on the same rows:
+
+    WeightedRisk       mean of omega_a loss + (penalty / 2) |theta|^2                     FedAvg, and every second stage
+    RegularisedRisk    mean of loss + coefficient (largest - smallest soft true positive rate)                   FedReg
+    GroupWeights       upper: loss on the validation set; lower: WeightedRisk, omega the upper variable   FedBiO(Acc)
+    GroupMinimax       min_theta max_mu sum_a mu_a risk_a(theta)                                             FedMinMax
+    DisparityLimit     loss of every client, with its soft gap of true positive rates as constraint               FCFL
+
+FedBiO and FedBiOAcc find group weights; a second stage trains the final model with them by FedAvg.
+
+Ref.  "Local stochastic bilevel optimization with momentum-based variance reduction", Section 6 and Equation 48.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pandas as pd
+
+from nestfed.algorithms import ALGORITHMS
+from nestfed.core import Array, ClientRows, PyTree, Rows, Task, UserError, setting, static, struct
+from nestfed.data import TRAIN, VALIDATION, Encoder, Federated, Table, federate, load, overview, read_table, summary
+from nestfed.methods import Kind, Method, Stage
+from nestfed.models import MODELS, Perceptron, model_named
+from nestfed.problems import Bilevel, Constrained, Minimax, SingleLevel
+from nestfed.randomness import fold
+from nestfed.record import Metric
+
+PARTS = ("train", "validation", "test")
+STATISTICS = ("rows", "positives", "correct", "true_positives", "false_positives", "loss")
+SHARPNESS = 10.0  # kappa of the soft true positive rate sigma(kappa z)
+
+
+# ------------------------------------------------------------------------------------------------- losses of rows
+
+
+def losses(model: Perceptron, theta: PyTree, rows: PyTree) -> Array:
+    """The logistic loss of every row."""
+    return optax.sigmoid_binary_cross_entropy(model(theta, rows["inputs"]), rows["label"])
+
+
+def mean_of(values: Array, rows: PyTree) -> Array:
+    """The mean over a batch; `weight` is 1, or marks the padding of a batch of all rows."""
+    return jnp.mean(rows["weight"] * values)
+
+
+def squared_norm(theta: PyTree) -> Array:
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(theta))
+
+
+def group_sums(values: Array, rows: PyTree, groups: int) -> Array:
+    """Weighted sums of a batch's values by group."""
+    member = jax.nn.one_hot(rows["group"], groups, dtype=values.dtype)
+    return (rows["weight"] * values) @ member
+
+
+def soft_gap(model: Perceptron, theta: PyTree, rows: PyTree, groups: int) -> Array:
+    """max_a tau_a - min_a tau_a with tau_a = mean of sigma(kappa z) over the positives of group a.
+
+    Groups without a positive in the batch are left out; with fewer than two groups there is no gap.
+    """
+    positives = group_sums(rows["label"], rows, groups)
+    soft = jax.nn.sigmoid(SHARPNESS * model(theta, rows["inputs"]))
+    rates = group_sums(rows["label"] * soft, rows, groups) / jnp.where(positives > 0, positives, 1)
+    present = positives > 0
+    # A group that is left out stands in for no extreme: it takes the place of the first present one.
+    rates = jnp.where(present, rates, rates[jnp.argmax(present)])
+    return jnp.max(rates) - jnp.min(rates)
+
+
+# ------------------------------------------------------------------------------------------------- problems
+
+
+def weight_of(weights: Array, rows: PyTree, groups: int) -> Array:
+    """Every row's weight: one per group, or, if there are twice as many, one per group and label."""
+    by_label = weights.size == 2 * groups
+    return weights[2 * rows["group"] + rows["label"].astype(jnp.int32) if by_label else rows["group"]]
+
+
+@struct
+class WeightedRisk(SingleLevel):
+    """mean of omega_a loss + (penalty / 2) |theta|^2; the weights omega are given."""
+
+    weights: Array
+    groups: int = static()
+    penalty: float = 1e-3
+    model: Perceptron = static(default=Perceptron())
+
+    def loss(self, theta, batch, key):
+        rows = batch["train"]
+        weighted = weight_of(jnp.asarray(self.weights), rows, self.groups) * losses(self.model, theta, rows)
+        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
+
+    def theta(self, server, client):
+        return self.tree(0, server.x)
+
+
+@struct
+class RegularisedRisk(SingleLevel):
+    """mean of loss + (penalty / 2) |theta|^2 + coefficient (soft gap of true positive rates in the batch)."""
+
+    groups: int = static()
+    coefficient: float = 0.1
+    penalty: float = 1e-3
+    model: Perceptron = static(default=Perceptron())
+
+    def loss(self, theta, batch, key):
+        rows = batch["train"]
+        risk = mean_of(losses(self.model, theta, rows), rows) + self.penalty / 2 * squared_norm(theta)
+        return risk + self.coefficient * soft_gap(self.model, theta, rows, self.groups)
+
+    def theta(self, server, client):
+        return self.tree(0, server.x)
+
+
+@struct
+class GroupWeights(Bilevel):
+    """Choose the weight of every group so that each client's weighted model does well on its balanced validation set.
+
+    `form` says how the upper variable gives weights: "projected" (not negative, of mean 1, kept so after every step) or
+    "softmax" (their number x softmax). Beyond the paper: weights may be per group and label (a start of twice as many
+    numbers), and `gap` > 0 adds gap x (the soft gap of true positive rates on the validation batch) to the upper loss.
+    """
+
+    groups: int = static()
+    penalty: float = 1e-3
+    gap: float = 0.0
+    model: Perceptron = static(default=Perceptron())
+    form: str = setting("projected or softmax", default="projected", choices=("projected", "softmax"), static=True)
+
+    def weights(self, x):
+        return x if self.form == "projected" else x.size * jax.nn.softmax(x)
+
+    def upper(self, x, theta, batch, key):
+        rows = batch["validation"]
+        return mean_of(losses(self.model, theta, rows), rows) + self.gap * soft_gap(
+            self.model, theta, rows, self.groups
+        )
+
+    def lower(self, x, theta, batch, key):
+        rows = batch["train"]
+        weighted = weight_of(self.weights(x), rows, self.groups) * losses(self.model, theta, rows)
+        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
+
+    def project_x(self, x):
+        if self.form == "softmax":
+            return x
+        x = jnp.maximum(x, 0)
+        mean = jnp.mean(x)
+        return jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1), 1)
+
+    def theta(self, server, client):
+        return self.tree(1, server.y if client.y is None else client.y)
+
+
+@struct
+class GroupMinimax(Minimax):
+    """min_theta max_mu sum_a mu_a risk_a(theta), mu on the simplex."""
+
+    groups: int = static()
+    penalty: float = 1e-3
+    model: Perceptron = static(default=Perceptron())
+
+    def value(self, theta, alpha, batch, key):
+        rows = batch["train"]
+        weighted = alpha[rows["group"]] * losses(self.model, theta, rows)
+        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
+
+    def group_risks(self, theta, batch, key):
+        rows = batch["train"]
+        counts = group_sums(jnp.ones_like(rows["label"]), rows, self.groups)
+        return group_sums(losses(self.model, theta, rows), rows, self.groups) / jnp.where(counts > 0, counts, 1), counts
+
+    def group_shares(self, batch, key):
+        return batch["shares"]
+
+    def theta(self, server, client):
+        return self.tree(0, server.x)
+
+
+@struct
+class DisparityLimit(Constrained):
+    """Every client's loss, and the soft gap of its true positive rates between groups as the one constraint."""
+
+    groups: int = static()
+    penalty: float = 1e-3
+    model: Perceptron = static(default=Perceptron())
+
+    def objective(self, theta, batch, key):
+        rows = batch["train"]
+        return mean_of(losses(self.model, theta, rows), rows) + self.penalty / 2 * squared_norm(theta)
+
+    def constraints(self, theta, batch, key):
+        return soft_gap(self.model, theta, batch["train"], self.groups)[None]
+
+    def theta(self, server, client):
+        return self.tree(0, server.x)
+
+
+# ------------------------------------------------------------------------------------------------- the task
+
+
+@struct
+class FairnessTask(Task):
+    """Rows of three parts per client; metrics pooled over the clients, by group."""
+
+    groups: int = static(default=1)
+    full_batch: bool = static(default=False)  # a batch is all of the client's training rows
+
+    def sample(self, data, key):
+        drawn = lambda part: self._with_weight(
+            part_of(data, part).draw_rows(fold(key, part), self.batch_size), jnp.ones(self.batch_size)
+        )
+        train = self._all_rows(data) if self.full_batch else drawn(TRAIN)
+        return {"train": train, "validation": drawn(VALIDATION), "shares": data.constants["shares"]}
+
+    def _all_rows(self, data: ClientRows) -> PyTree:
+        size, positions = data.constants["sizes"][TRAIN], jnp.arange(data.largest)
+        weight = jnp.where(positions < size, data.largest / size, 0)
+        return self._with_weight(data.take(jnp.minimum(positions, size - 1)), weight)
+
+    def _with_weight(self, rows: PyTree, weight: Array) -> PyTree:
+        return rows | {"weight": weight.astype(rows["label"].dtype)}
+
+    def metrics(self, server, client, data, fed):
+        theta = self.problem.theta(server, client)  # computed once, not for every block of rows
+        own = data.average(functools.partial(self._statistics, theta), rows_at_once=1024) * data.size
+        # The outer objective is a mean over clients; everything else is pooled: totals over all clients' rows.
+        objective = own[VALIDATION, :, -1].sum() / own[VALIDATION, :, 0].sum()
+        objective, counts = fed.mean((objective, own * data.constants["scale"]))
+        recorded = {"outer_loss": objective}
+        for number, part in enumerate(PARTS):
+            recorded |= {f"{part}_{name}": value for name, value in rates(counts[number]).items()}
+        if isinstance(self.problem, GroupWeights):
+            recorded["weights"] = self.problem.weights(self.problem.tree(0, server.x))
+        return recorded
+
+    def _statistics(self, theta: PyTree, batch: PyTree) -> Array:
+        """Means over the batch of the statistics of every part and group: [parts, groups, statistics]."""
+        rows, _ = batch
+        logits, label = self.problem.model(theta, rows["inputs"]), rows["label"]
+        predicted = (logits > 0).astype(logits.dtype)
+        values = [
+            jnp.ones_like(logits), label, predicted == label, predicted * label, predicted * (1 - label),
+            optax.sigmoid_binary_cross_entropy(logits, label),
+        ]  # fmt: skip
+        member = jax.nn.one_hot(rows["part"] * self.groups + rows["group"], len(PARTS) * self.groups)
+        means = member.astype(logits.dtype).T @ jnp.stack(values, 1) / logits.size
+        return means.reshape(len(PARTS), self.groups, len(STATISTICS))
+
+
+def part_of(data: ClientRows, part: int) -> ClientRows:
+    """The view of one part of a client's rows: training rows lie first, then validation, then test."""
+    sizes = data.constants["sizes"]
+    return dataclasses.replace(data, offset=data.offset + sizes[:part].sum(dtype=sizes.dtype), size=sizes[part])
+
+
+def rates(counts: Array) -> dict[str, Array]:
+    """Loss, accuracy and gaps between groups from the statistics [groups, statistics] of one part.
+
+    EqOpp: largest difference of true positive rates between two groups. Equalised odds: the larger one of that and of
+    the largest difference of false positive rates. Groups without positives (negatives) are left out.
+    """
+    rows, positives, correct, true_positives, false_positives, loss = counts.T
+    per_row = lambda total: total.sum() / jnp.maximum(rows.sum(), 1)
+    gap = lambda hits, cases: _spread(hits / jnp.maximum(cases, 1), cases > 0)
+    equal_opportunity = gap(true_positives, positives)
+    return {
+        "loss": per_row(loss),
+        "accuracy": per_row(correct),
+        "eqopp": equal_opportunity,
+        "eqodds": jnp.maximum(equal_opportunity, gap(false_positives, rows - positives)),
+    }
+
+
+def _spread(values: Array, present: Array) -> Array:
+    highest = jnp.max(jnp.where(present, values, -jnp.inf))
+    return jnp.where(present.any(), highest - jnp.min(jnp.where(present, values, jnp.inf)), 0.0)
+
+
+# ------------------------------------------------------------------------------------------------- set-up of a seed
+
+
+@dataclasses.dataclass(frozen=True)
+class FairnessSetup:
+    """One seed: rows dealt, split and encoded, a model and where it starts."""
+
+    data: Federated
+    rows: Rows
+    model: Perceptron
+    theta: PyTree  # where the model starts
+    batch_size: int
+    kind: "Fairness"
+
+    @property
+    def groups(self) -> int:
+        return len(self.data.group_names)
+
+    def task(self, problem: Any, params: PyTree, *, averaging: str | None = None, **fields: Any) -> FairnessTask:
+        sizes = np.asarray(self.rows.constants["sizes"])[:, TRAIN].astype(float)
+        uniform = (averaging or self.kind.averaging) == "uniform"
+        weights = np.full(sizes.size, 1 / sizes.size) if uniform else sizes / sizes.sum()
+        # Metrics are totals over all clients' rows: `scale` undoes the weights of fed.mean.
+        constants = self.rows.constants | {"scale": (1 / weights).astype(np.float32)}
+        return FairnessTask.create(
+            problem, dataclasses.replace(self.rows, constants=constants), params, batch_size=self.batch_size,
+            weights=weights, groups=self.groups, **fields,
+        )  # fmt: skip
+
+    @property
+    def group_problem(self) -> GroupWeights:
+        kind = self.kind
+        return GroupWeights(
+            groups=self.groups, penalty=kind.penalty, gap=kind.gap, model=self.model, form=kind.weight_form
+        )
+
+    @functools.cached_property
+    def curvature(self) -> float:
+        """A bound on the largest eigenvalue of the lower problem's Hessian: lambda_max(X'X / n) / 4, weights up to
+        2."""
+        inputs = self.data.inputs[self.data.part == TRAIN]
+        inputs = np.concatenate([inputs, np.ones((len(inputs), 1), inputs.dtype)], 1)
+        return float(np.linalg.eigvalsh(inputs.T @ inputs / len(inputs))[-1]) / 4 * 2 + self.kind.penalty
+
+
+def fairness_rows(data: Federated) -> Rows:
+    """The pool: client after client, each with its training, validation and test rows in this order."""
+    clients, groups = len(data.client_names), len(data.group_names)
+    order = np.argsort(data.part, kind="stable")
+    columns = {
+        "inputs": data.inputs[order],
+        "label": data.label[order].astype(np.float32),
+        "group": data.group[order].astype(np.int32),
+        "part": data.part[order].astype(np.int32),
+    }
+    cells = np.zeros((clients, len(PARTS), groups), np.int64)
+    np.add.at(cells, (data.client, data.part, data.group), 1)
+    train = cells[:, TRAIN]
+    constants = {
+        "sizes": cells.sum(2).astype(np.int32),
+        "shares": (train / train.sum(1, keepdims=True)).astype(np.float32),
+    }
+    return Rows.from_table(columns, data.client[order], constants=constants)
+
+
+# ------------------------------------------------------------------------------------------------- methods
+
+
+def weighted_risk(setup: FairnessSetup, before: Any) -> FairnessTask:
+    """The model's own stage: group weights of 1, or those that the stage before found."""
+    weights = jnp.ones(setup.groups) if before is None else setup.group_problem.weights(before.x)
+    problem = WeightedRisk(weights=weights, groups=setup.groups, penalty=setup.kind.penalty, model=setup.model)
+    return setup.task(problem, setup.theta)
+
+
+def regularised_risk(setup: FairnessSetup, before: Any) -> FairnessTask:
+    problem = RegularisedRisk(
+        groups=setup.groups, coefficient=setup.kind.regulariser, penalty=setup.kind.penalty, model=setup.model
+    )
+    return setup.task(problem, setup.theta)
+
+
+def group_weights(setup: FairnessSetup, before: Any) -> FairnessTask:
+    number = setup.groups * (2 if setup.kind.weigh == "group+label" else 1)
+    start = jnp.ones(number) if setup.kind.weight_form == "projected" else jnp.zeros(number)
+    return setup.task(setup.group_problem, (start, setup.theta))
+
+
+def group_minimax(setup: FairnessSetup, before: Any) -> FairnessTask:
+    """Risks of the pooled groups need every row to count the same: clients are weighed by their rows."""
+    problem = GroupMinimax(groups=setup.groups, penalty=setup.kind.penalty, model=setup.model)
+    start = (setup.theta, jnp.ones(setup.groups) / setup.groups)
+    return setup.task(problem, start, averaging="samples", full_batch=setup.kind.full_batch)
+
+
+def disparity_limit(setup: FairnessSetup, before: Any) -> FairnessTask:
+    problem = DisparityLimit(groups=setup.groups, penalty=setup.kind.penalty, model=setup.model)
+    return setup.task(problem, setup.theta)
+
+
+LOCAL_STEPS = 5
+
+
+def _single_level(name: str) -> Method:
+    """Any algorithm for averages of losses trains the model without regard to groups."""
+    settings = lambda setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}
+    doc = (ALGORITHMS[name].__doc__ or "").splitlines()[0]
+    return Method(ALGORITHMS[name].__name__, doc, (Stage("model", name, weighted_risk, settings),))
+
+
+def _two_stages(name: str, settings: dict[str, Any]) -> Method:
+    weights = lambda setup: settings | {"local_steps": LOCAL_STEPS, "hypergradient.lr": _neumann_step(setup)}
+    model = lambda setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}
+    doc = f"{ALGORITHMS[name].__name__} learns group weights on balanced validation data; FedAvg then trains with them."
+    stages = (Stage("weights", name, group_weights, weights), Stage("model", "fedavg", weighted_risk, model))
+    return Method(ALGORITHMS[name].__name__, doc, stages)
+
+
+def _neumann_step(setup: FairnessSetup) -> float:
+    return float(f"{1 / setup.curvature:.2g}")
+
+
+METHODS: dict[str, Method] = {
+    "fedavg": _single_level("fedavg"),
+    "fedreg": Method(
+        "FedReg", "FedAvg with a penalty on the gap of true positive rates in a batch.",
+        (Stage("model", "fedavg", regularised_risk, lambda setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}),),
+    ),
+    "fedminmax": Method(
+        "FedMinMax", "Minimise the loss of the worst group; an exchange every step.",
+        (Stage("model", "fedminmax", group_minimax, lambda setup: {"lr": 0.1, "weight_lr": 0.1}, "average"),),
+    ),
+    "fcfl": Method(
+        "FCFL", "Multi-objective descent under a limit on every client's disparity; an exchange every step.",
+        (
+            Stage(
+                "model", "fcfl", disparity_limit,
+                lambda setup: {"lr": 0.1, "tolerance": 0.05, "stage_one_steps": max(1, setup.kind.steps * 2 // 5)},
+            ),
+        ),
+    ),
+    "fedbio": _two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}),
+    "fedbioacc": _two_stages("fedbioacc", {"lr": 1.0, "lower_lr": 1.0}),
+    **{name: _single_level(name) for name in ("fedprox", "scaffold", "fedadagrad", "fedadam", "fedyogi")},
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the kind
+
+
+@dataclasses.dataclass(frozen=True)
+class FairModel:
+    """A trained model with what it takes to use it on new rows."""
+
+    model: Perceptron
+    theta: PyTree
+    encoder: Encoder
+
+    def probability(self, frame: pd.DataFrame) -> np.ndarray:
+        """The probability of the positive label for every row of a table with the columns of the training data."""
+        return np.asarray(jax.nn.sigmoid(self.model(self.theta, jnp.asarray(self.encoder.transform(frame)))))
+
+    def save(self, path: Path) -> None:
+        """One file of plain arrays and text: nothing in it can run code."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        leaves = {f"theta/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.theta))}
+        about = {"hidden": list(self.model.hidden), "encoder": self.encoder.to_dict()}
+        np.savez(path, allow_pickle=False, about=np.array(json.dumps(about)), **leaves)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "FairModel":
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(str(file["about"]))
+                leaves = [file[f"theta/{i}"] for i in range(len(file.files) - 1)]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path} is not a model of a fairness run ({type(error).__name__}: {error}).") from error
+        model, encoder = Perceptron(tuple(about["hidden"])), Encoder.from_dict(about["encoder"])
+        structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))
+        return cls(model, jax.tree.unflatten(structure, leaves), encoder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fairness(Kind):
+    """Options of the task "fairness"."""
+
+    data: str = "adult"
+    label: str | None = None
+    positive: str | None = None
+    threshold: float | None = None
+    group: str | None = None
+    clients: str | int | None = None
+    partition: str | None = None
+    features: str = "standard"
+    keep_group: bool = False
+    drop: tuple[str, ...] = ()
+    test_fraction: float = setting("share of test rows", default=0.3, above=0, at_most=0.9)
+    model: str = setting("the model", default="logistic", choices=tuple(MODELS), static=True)
+    penalty: float = setting("mu: strength of (mu / 2) |theta|^2", default=1e-3, at_least=0)
+    batch_size: int | None = setting("rows per batch", default=None, at_least=1, static=True)
+    averaging: str = setting("weights of the clients", default="uniform", choices=("uniform", "samples"), static=True)
+    weigh: str = setting("what FedBiO weighs", default="group", choices=("group", "group+label"), static=True)
+    weight_form: str = setting(
+        "how FedBiO's variable gives weights", default="projected", choices=("projected", "softmax"), static=True
+    )
+    gap: float = setting("weight of the true positive rate gap in FedBiO's upper loss", default=0.0, at_least=0)
+    regulariser: float = setting("coefficient of FedReg", default=0.1, at_least=0)
+    full_batch: bool = setting("FedMinMax sees all rows in a step", default=True, static=True)
+    steps: int = setting("local steps of every stage", default=2000, at_least=1, static=True)
+
+    name: ClassVar[str] = "fairness"
+    title: ClassVar[str] = "Fair classification"
+    description: ClassVar[str] = "a classifier with equal true positive rates in all groups (bilevel group weights)"
+    baseline: ClassVar[str] = "fedavg"
+    select: ClassVar[str] = "outer_loss"
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("test_accuracy", "test accuracy", "higher"),
+        Metric("test_eqopp", "test EqOpp gap", "lower"),
+        Metric("train_eqopp", "train EqOpp gap", "lower"),
+        Metric("test_eqodds", "test equalised odds gap", "lower"),
+        Metric("test_worst_group_accuracy", "test accuracy of the worst group", "higher"),
+        Metric("test_loss", "test loss", "lower"),
+    )
+    methods: ClassVar[dict[str, Method]] = METHODS
+
+    @functools.cached_property
+    def table(self) -> Table:
+        """The data, read once."""
+        path = self._path
+        if path is None:
+            known = load(self.data)
+            given = {"label": self.label, "positive": self.positive, "threshold": self.threshold}
+            given = {key: value for key, value in given.items() if value is not None}
+            if "label" in given or "threshold" in given:
+                given = {"positive": None, "threshold": None} | given
+            return dataclasses.replace(known, **given, drop=(*known.drop, *self.drop)) if given or self.drop else known
+        if self.label is None:
+            raise UserError(f"{path} was given without a label; name the column to predict with label=.")
+        if self.group is None:
+            raise UserError(f"{path} was given without a group; name the column of the sensitive groups with group=.")
+        return read_table(
+            path, label=self.label, group=self.group, clients=self.client_column, positive=self.positive,
+            threshold=self.threshold, drop=self.drop,
+        )  # fmt: skip
+
+    @property
+    def _path(self) -> str | None:
+        """The user's own file, or None for a data set by name."""
+        return self.data if any(mark in self.data for mark in "./\\") else None
+
+    @property
+    def client_column(self) -> str | None:
+        return None if self.clients is None or str(self.clients).isdecimal() else str(self.clients)
+
+    def set_up(self, seed: int) -> FairnessSetup:
+        number = None if self.clients is None or self.client_column else int(self.clients)
+        data = federate(
+            self.table, group=self.group, partition=self.partition, clients=number, test_fraction=self.test_fraction,
+            recipe=self.features, keep_group=self.keep_group, seed=seed,
+        )  # fmt: skip
+        model = model_named(self.model)
+        start = model.init(jax.random.key(seed), data.inputs.shape[1])
+        batch_size = self.batch_size or (128 if len(data.label) > 5000 else 32)
+        return FairnessSetup(data, fairness_rows(data), model, start, batch_size, self)
+
+    def score(self, final: Mapping[str, float]) -> float:
+        """The loss on the balanced validation sets, plus the gap there as far as the upper loss counts it."""
+        return final["outer_loss"] + self.gap * final["validation_eqopp"]
+
+    def summary(self) -> list[tuple[str, pd.DataFrame]]:
+        return [("Columns", summary(self.table)), ("Groups", overview(self.table))]
+
+    def notes(self, setup: FairnessSetup) -> list[str]:
+        return list(self.table.notes)
+
+    def holdings(self, setup: FairnessSetup) -> pd.DataFrame:
+        return setup.data.holdings()
+
+    def trained(self, setup: FairnessSetup, server: Any) -> FairModel:
+        (layout,) = weighted_risk(setup, None).problem.layouts
+        return FairModel(setup.model, jax.tree.map(np.asarray, layout.unflatten(server.x)), setup.data.encoder)
+
+    def evaluate(self, setup: FairnessSetup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
+        data, theta = setup.data, self.trained(setup, server).theta
+        logits = np.asarray(setup.model(theta, jnp.asarray(data.inputs)), np.float64)
+        predicted = logits > 0
+        rows: Any = pd.DataFrame(
+            {
+                "split": np.asarray(PARTS)[data.part],
+                "group": np.asarray(data.group_names)[data.group],
+                "client": np.asarray(data.client_names)[data.client],
+                "rows": 1,
+                "positives": data.label,
+                "correct": predicted == data.label,
+                "true_positives": predicted & (data.label == 1),
+                "false_positives": predicted & (data.label == 0),
+                "loss": np.logaddexp(0, logits) - logits * data.label,
+            }
+        )
+        parts = [self._slice_rates(rows, by) for by in ("group", "client")]
+        by_group = rows.groupby(["split", "group"])[list(STATISTICS)].sum()
+        final = {}
+        for part in PARTS:
+            counts = by_group.loc[part].to_numpy(float)
+            final |= {f"{part}_{name}": float(value) for name, value in rates(counts).items()}
+            final[f"{part}_worst_group_accuracy"] = float((counts[:, 2] / counts[:, 0]).min())
+        return final, pd.concat(parts, ignore_index=True)
+
+    def _slice_rates(self, rows: Any, by: str) -> pd.DataFrame:
+        sums = rows.groupby(["split", by])[list(STATISTICS)].sum().astype(float)
+        share = lambda hits, cases: (hits / cases).where(cases > 0)
+        values: Any = pd.DataFrame(
+            {
+                "accuracy": sums.correct / sums.rows,
+                "true positive rate": share(sums.true_positives, sums.positives),
+                "false positive rate": share(sums.false_positives, sums.rows - sums.positives),
+                "loss": sums.loss / sums.rows,
+            }
+        )
+        long = values.rename_axis(columns="metric").stack().rename("value").reset_index()
+        return long.rename(columns={by: "slice"}).assign(kind=by)[["kind", "slice", "split", "metric", "value"]]
