@@ -1,6 +1,6 @@
 """nestfed: federated learning with nested objectives."""
 
-from nestfed import adapters, checks, cost, deploy, diagnostics, hypergradients, problems, tasks
+from nestfed import adapters, checks, cost, data, deploy, diagnostics, hypergradients, problems, tasks, workbench
 from nestfed.algorithms import ALGORITHMS, make
 from nestfed.core import (
     Algorithm,
@@ -24,6 +24,7 @@ from nestfed.core import (
 from nestfed.engine import Run
 from nestfed.simulate import Diverged, Interrupted, Result, advance, evaluate, simulate, start
 from nestfed.sweep import Sweep, sweep
+from nestfed.workbench import Study, compare, run
 
 __version__ = "0.1.0"
 
@@ -31,11 +32,13 @@ __all__ = [
     "adapters",
     "checks",
     "cost",
+    "data",
     "deploy",
     "diagnostics",
     "hypergradients",
     "problems",
     "tasks",
+    "workbench",
     "ALGORITHMS",
     "Algorithm",
     "ClientRows",
@@ -52,13 +55,16 @@ __all__ = [
     "Scratch",
     "Server",
     "Shared",
+    "Study",
     "Sweep",
     "Task",
     "UserError",
     "advance",
     "at",
+    "compare",
     "evaluate",
     "make",
+    "run",
     "setting",
     "simulate",
     "start",

@@ -1,66 +1,341 @@
-"""The command line: parse, call, print; no logic."""
+"""The command line: parse, call, print; no logic.
+
+Exit codes: 0 done, 1 something that was given is wrong, 2 the command line is wrong, 3 a method diverged in every seed,
+130 interrupted.
+"""
 
 import dataclasses
+import functools
+import inspect
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nestfed.core import UserError
+from nestfed.simulate import Interrupted
 
 app = typer.Typer(
-    add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, help=__import__("nestfed").__doc__
-)
+    add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Federated learning with nested objectives: train, compare, report.",
+)  # fmt: skip
+
+DATA, TRAINING, OUTPUT = "Data", "Training", "Output"
+
+
+def _flag(help: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+
+
+Out = Annotated[Path | None, _flag("Folder for the results (runs/...).", OUTPUT)]
+Json = Annotated[bool, _flag("Print the result as JSON and nothing else.", OUTPUT, "--json")]
+Quiet = Annotated[bool, _flag("Print the path of the result and nothing else.", OUTPUT, "--quiet", "-q")]
+
+# What every command about a task takes. A TOML file has the same names, with _ for -.
+OPTIONS: dict[str, Any] = {
+    "task": Annotated[str | None, typer.Argument(help="A task (`nestfed list tasks`), or a TOML file of settings.")],
+    "algorithm": Annotated[
+        list[str] | None, _flag("A method of the task; may be repeated.", TRAINING, "--algorithm", "-a")
+    ],
+    "set": Annotated[list[str] | None, _flag("A setting: lr=0.1, fedbio.lower_lr=1, model.lr=0.5.", TRAINING)],
+    "seeds": Annotated[str | None, _flag("Number of seeds, or a list: 0,3,7.", TRAINING)],
+    "rounds": Annotated[int | None, _flag("Rounds of every stage; without it --steps decides.", TRAINING)],
+    "steps": Annotated[int | None, _flag("Local steps of every stage (2000).", TRAINING)],
+    "cohort": Annotated[str | None, _flag("Clients per round: a number, or a fraction such as 0.1.", TRAINING)],
+    "dropout": Annotated[float | None, _flag("Probability that a chosen client fails.", TRAINING)],
+    "evaluations": Annotated[int | None, _flag("About so many evaluations per stage (100).", TRAINING)],
+    "model": Annotated[str | None, _flag("logistic, or network (two layers).", TRAINING)],
+    "penalty": Annotated[float | None, _flag("mu of (mu / 2) |theta|^2 (0.001).", TRAINING)],
+    "batch_size": Annotated[int | None, _flag("Rows per batch (128, or 32 for small tables).", TRAINING)],
+    "averaging": Annotated[str | None, _flag("Weights of clients: uniform, samples.", TRAINING)],
+    "weigh": Annotated[str | None, _flag("What FedBiO weighs: group, group+label.", TRAINING)],
+    "weight_form": Annotated[str | None, _flag("FedBiO's weights: projected, softmax.", TRAINING)],
+    "gap": Annotated[float | None, _flag("Weight of the EqOpp gap in FedBiO's upper loss (0).", TRAINING)],
+    "regulariser": Annotated[float | None, _flag("Coefficient of FedReg (0.1).", TRAINING)],
+    "full_batch": Annotated[bool | None, _flag("FedMinMax uses all rows.", TRAINING, "--full-batch/--no-full-batch")],
+    "data": Annotated[str | None, _flag("A data set (`nestfed list data`), or your CSV or Parquet file.", DATA)],
+    "label": Annotated[str | None, _flag("Column to predict (own file).", DATA)],
+    "positive": Annotated[str | None, _flag("Value of the label that counts as 1.", DATA)],
+    "threshold": Annotated[float | None, _flag("Or: the label counts as 1 above this number.", DATA)],
+    "group": Annotated[str | None, _flag("Column of the sensitive groups; sex+race joins two.", DATA)],
+    "clients": Annotated[str | None, _flag("Number of clients, or the column that names them (3).", DATA)],
+    "partition": Annotated[str | None, _flag("iid, dirichlet:0.5, shards:2, classes:1, ratios:2:2:6.", DATA)],
+    "features": Annotated[str | None, _flag("standard, minimax-fair, minimax-fair-raw, minimax-fair-slip.", DATA)],
+    "keep_group": Annotated[bool | None, _flag("The group column is a feature.", DATA, "--keep-group/--no-keep-group")],
+    "drop": Annotated[list[str] | None, _flag("A column that is no feature; may be repeated.", DATA)],
+    "test_fraction": Annotated[float | None, _flag("Share of test rows (0.3).", DATA)],
+}  # fmt: skip
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all of OPTIONS; it receives those that were given as its first argument."""
+    first, *own = inspect.signature(command).parameters.values()
+
+    @functools.wraps(command)
+    def parsed(**arguments: Any) -> None:
+        given = {name: arguments.pop(name) for name in OPTIONS}
+        command({name: value for name, value in given.items() if value is not None}, **arguments)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [inspect.Parameter(n, keyword, default=None, annotation=a) for n, a in OPTIONS.items()]
+    own = [parameter.replace(kind=keyword) for parameter in own]
+    parsed.__signature__ = inspect.Signature([*options, *own])  # pyright: ignore[reportAttributeAccessIssue]
+    parsed.__annotations__ = OPTIONS | {parameter.name: parameter.annotation for parameter in own}
+    return parsed
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the figure and the numbers.")] = Path("demo"),
-    quiet: Annotated[bool, typer.Option(help="Print the path of the figure only.")] = False,
+    out: Annotated[Path, _flag("Folder for the results.", OUTPUT)] = Path("runs/demo"),
+    json_: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """See plain averaging settle at the wrong point, and nested methods at the right one."""
-    from nestfed import demo as demonstration
+    """Train fair classifiers on the bundled Adult data, three clients: FedAvg, FedBiO and FedBiOAcc."""
+    from nestfed.demo import SETTINGS
 
-    curves = demonstration.run(progress=False if quiet else None)
-    paths = demonstration.save(curves, out)
-    console = Console()
-    if not quiet:
-        shown = Table(title="Two problems with known answers")
-        for column in (frame := demonstration.table(curves)).columns:
-            shown.add_column(column)
-        for row in frame.itertuples(index=False):
-            shown.add_row(row[0], row[1], f"{row[2]:.4f}", f"{row[3]:.4f}", f"{row[4]:.1e}")
-        console.print(shown)
-    typer.echo(str(paths["demo.png"]))
+    _run({**SETTINGS}, out=_free(out), resume=False, json_=json_, quiet=quiet)
 
 
 @app.command("list")
-def list_algorithms(
-    name: Annotated[str | None, typer.Argument(help="One algorithm, to see its settings.")] = None,
+def list_(
+    what: Annotated[str, typer.Argument(help="algorithms, tasks, data, or the name of one algorithm.")] = "algorithms",
+    json_: Json = False,
 ) -> None:
-    """Show the algorithms, or the settings of one."""
+    """Show algorithms, tasks or data sets, or the settings of one algorithm."""
     from nestfed.algorithms import ALGORITHMS, find
+    from nestfed.data import describe
+    from nestfed.tasks import TASKS
 
-    if name is None:
-        shown = Table("name", "problems", "what it does")
-        for key, cls in ALGORITHMS.items():
-            scope = "" if cls.scope is None else f", {cls.scope} lower level"
-            shown.add_row(key, cls.family + scope, (cls.__doc__ or "").strip().splitlines()[0])
+    if what == "algorithms":
+        scope = lambda cls: "" if cls.scope is None else f", {cls.scope} lower level"
+        rows = [(n, c.family + scope(c), (c.__doc__ or "").strip().splitlines()[0]) for n, c in ALGORITHMS.items()]
+        frame = pd.DataFrame(rows, columns=["name", "problems", "what it does"])
+    elif what == "tasks":
+        rows = [(name, kind.description, ", ".join(kind.methods)) for name, kind in TASKS.items()]
+        frame = pd.DataFrame(rows, columns=["name", "what it trains", "methods"])
+    elif what == "data":
+        frame = describe()
     else:
-        shown = Table("setting", "default", "meaning")
-        for field in dataclasses.fields(find(name)):
-            default = "required" if field.default is dataclasses.MISSING else str(field.default)
-            shown.add_row(field.name, default, field.metadata.get("description", ""))
-    Console().print(shown)
+        default = lambda field: "required" if field.default is dataclasses.MISSING else str(field.default)
+        fields = dataclasses.fields(find(what))
+        rows = [(field.name, default(field), field.metadata.get("description", "")) for field in fields]
+        frame = pd.DataFrame(rows, columns=["setting", "default", "meaning"])
+    _print_json(frame.to_dict("records")) if json_ else Console().print(_table(frame))
+
+
+@app.command()
+@_with_options
+def run(
+    given: dict[str, Any],
+    out: Out = None,
+    resume: Annotated[bool, _flag("Go on with the run in --out.", OUTPUT)] = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train one or several methods on a task, write a folder with everything, and a report.
+
+    nestfed run fairness --algorithm fedavg --algorithm fedbio --seeds 3
+
+    nestfed run --data my.csv --label income --group sex --clients region
+    """
+    settings, source = _settings(given)
+    if resume and out is None:
+        # The settings of a run lie in its folder: going on with them means going on there.
+        out = source.parent if source is not None and source.name == "settings.toml" else None
+        if out is None:
+            raise UserError("--resume was given without --out; name the folder of the run to go on with.")
+    _run(settings, out=out, resume=resume, json_=json_, quiet=quiet)
+
+
+@app.command()
+@_with_options
+def sweep(
+    given: dict[str, Any],
+    grid: Annotated[list[str], _flag("Values of a setting: lr=0.01,0.1,1; may be repeated.", TRAINING)],
+    out: Out = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try a grid of settings x seeds in one program, and choose by validation data (never by test data)."""
+    from nestfed import workbench
+
+    settings, _ = _settings(given)
+    values = {key: [_value(one) for one in text.split(",")] for key, text in map(_pair, grid)}
+    search = workbench.sweep(**settings, grid=values, out=out, progress=False if quiet or json_ else None)
+    if json_:
+        _print_json({"folder": str(search.folder), "best": search.best, "settings": _records(search.table)})
+    elif quiet:
+        typer.echo(str(search.folder / "best.toml"))
+    else:
+        shown = [c for c in search.table.columns if c in values or c.startswith(("score", "validation", "diverged"))]
+        Console().print(_table(search.table.loc[:, shown], title="Settings, best first (chosen by validation data)"))
+        typer.echo(f"run the best one: {search.command}")
+        typer.echo(str(search.folder))
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs of one task.")],
+    out: Out = None, json_: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Put several runs into one report, with differences paired by seed."""
+    from nestfed import workbench
+
+    _show(workbench.compare(folders, out=out), json_=json_, quiet=quiet)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Folder of a run.")], quiet: Quiet = False) -> None:
+    """Write the report of a run again, from its files."""
+    from nestfed import workbench
+
+    typer.echo(str(workbench.report(folder)))
+
+
+@app.command()
+@_with_options
+def cost(given: dict[str, Any], json_: Json = False) -> None:
+    """What every method of a task costs one client in a round: exchanges, bytes, oracle calls, samples."""
+    from nestfed import workbench
+
+    settings, _ = _settings(given)
+    table = workbench.cost_table(**settings)
+    _print_json(_records(table)) if json_ else Console().print(_table(table, title="One client, one round"))
+
+
+@app.command()
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help="fairness")],
+    out: Out = None,
+    quick: Annotated[bool, _flag("A small version, to see that it works.", TRAINING)] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Repeat a paper's experiment and put the numbers beside the paper's."""
+    from nestfed.reproduce import reproduce as repeat
+
+    typer.echo(str(repeat(experiment, out=out, quick=quick, progress=False if quiet else None)))
+
+
+# ------------------------------------------------------------------------------------------------- parsing
+
+
+def _settings(given: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    """What was given as flags, over what a TOML file says: (settings, the file)."""
+    from nestfed import workbench
+
+    flags = dict(given)
+    if "set" in flags:
+        flags["set"] = {key: _value(text) for key, text in map(_pair, flags["set"])}
+    if "seeds" in flags:
+        words = flags["seeds"].split(",")
+        if not all(word.strip().isdecimal() for word in words):
+            raise UserError(f"--seeds {flags['seeds']} was given; write a number of seeds, or a list such as 0,3,7.")
+        flags["seeds"] = [int(word) for word in words] if len(words) > 1 else int(words[0])
+    if "cohort" in flags:
+        flags["cohort"] = _value(flags["cohort"])
+    source = Path(flags["task"]) if str(flags.get("task", "")).endswith(".toml") else None
+    if source is None:
+        return flags, None
+    del flags["task"]
+    file = workbench.read_settings(source)
+    both = {**file.get("set", {}), **flags.get("set", {})}
+    return {**file, **flags, **({"set": both} if both else {})}, source
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key or not value:
+        raise UserError(f"{text!r} was given; write key=value, for example lr=0.1.")
+    return key.strip(), value.strip()
+
+
+def _value(text: str) -> Any:
+    """A number or switch if it reads like one, otherwise the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _free(folder: Path) -> Path:
+    """The folder, or the next number beside it: the demonstration may be repeated."""
+    candidates = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+# ------------------------------------------------------------------------------------------------- printing
+
+
+def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: bool, quiet: bool) -> None:
+    from nestfed import workbench
+
+    silent = quiet or json_
+    if not silent:
+        console = Console()
+        for title, frame in workbench.describe_data(**settings):
+            console.print(_table(frame, title=title))
+    study = workbench.run(**settings, out=out, resume=resume, progress=False if silent else None)
+    _show(study, json_=json_, quiet=quiet)
+    finished = study.final[study.final.status == "finished"].method.unique()
+    if set(finished) != set(study.record.methods):
+        failed = ", ".join(sorted(set(study.record.methods) - set(finished)))
+        print(f"nestfed: {failed} diverged in every seed; use smaller step sizes (--set lr=...).", file=sys.stderr)
+        raise typer.Exit(3)
+
+
+def _show(study: Any, *, json_: bool, quiet: bool) -> None:
+    from nestfed.report import statistics, tables
+
+    if json_:
+        table = statistics.headline(study.record).reset_index()
+        _print_json({"folder": str(study.folder), "report": str(study.report), "headline": _records(table)})
+        return
+    if not quiet:
+        _, shown = tables.headline(study.record)
+        # On a terminal a metric per line reads better than one very wide table.
+        shown = shown.set_index("method").T.rename_axis("").reset_index()
+        seeds = len(study.record.about["seeds"])
+        title = (
+            f"{study.record.about['title']}, {seeds} seed{'s' * (seeds > 1)}: mean ± std, difference [95 % interval]"
+        )
+        Console().print(_table(shown, title=title))
+    typer.echo(str(study.report))
+
+
+def _table(frame: pd.DataFrame, title: str | None = None) -> Table:
+    shown = Table(title=title, title_justify="left")
+    for column in frame.columns:
+        numeric = pd.api.types.is_numeric_dtype(frame[column])
+        shown.add_column(escape(str(column)), justify="right" if numeric else "left", overflow="fold")
+    for row in frame.itertuples(index=False):
+        shown.add_row(*(escape(f"{cell:,.4g}" if isinstance(cell, float) else str(cell)) for cell in row))
+    return shown
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return json.loads(str(frame.to_json(orient="records")))  # NaN becomes null
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
 
 
 def main() -> None:
-    """Bad input is one line on standard error and exit code 1, never a traceback."""
+    """Bad input is one line on standard error and an exit code, never a traceback."""
     try:
         app()
     except UserError as error:
         print(f"nestfed: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except (Interrupted, KeyboardInterrupt) as error:
+        print(f"nestfed: {error or 'interrupted.'}", file=sys.stderr)
+        raise SystemExit(130) from None

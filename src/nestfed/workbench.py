@@ -1,0 +1,562 @@
+"""The verbs of the command line, in Python: run, sweep, compare, report, cost.
+
+Each takes the name of a task and plain settings, leaves a folder of files, and returns an object with its tables.
+"""
+
+import collections
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pandas as pd
+import tomli_w
+
+from nestfed.checkpoint import fingerprint
+from nestfed.core import UserError
+from nestfed.methods import Kind, Setup, nearest
+from nestfed.record import Record
+from nestfed.report import tables, write_report
+from nestfed.report.studies import sweep_figure
+from nestfed.simulate import Interrupted
+from nestfed.staged import (
+    DIVERGED,
+    FINISHED,
+    Budget,
+    Trace,
+    best_changes,
+    ledger,
+    make_setups,
+    run_method,
+    score_of,
+    sweep_method,
+)
+from nestfed.tasks import TASKS
+
+RUNS = Path("runs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A finished run: its folder, its tables and its models."""
+
+    folder: Path
+    record: Record
+    models: dict[tuple[str, int], Any]  # by method and seed
+
+    @property
+    def history(self) -> pd.DataFrame:
+        return self.record.history
+
+    @property
+    def final(self) -> pd.DataFrame:
+        return self.record.final
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
+    def figures(self) -> list[Path]:
+        return sorted((self.folder / "figures").glob("*.png"))
+
+    def model(self, method: str | None = None, seed: int | None = None) -> Any:
+        """The final model of a method (the first one) and a seed (the first one)."""
+        method = method or self.record.methods[0]
+        seed = int(self.record.about["seeds"][0] if seed is None else seed)
+        if (method, seed) not in self.models:
+            raise UserError(f"there is no final model of {method!r} and seed {seed}: {sorted(self.models)} are there.")
+        return self.models[method, seed]
+
+
+# ------------------------------------------------------------------------------------------------- run
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A run as the user asked for it; what a TOML file may say is exactly this and the options of the task."""
+
+    task: str = "fairness"
+    algorithm: str | Sequence[str] | None = None
+    seeds: int | Sequence[int] = 1
+    rounds: int | None = None
+    cohort: int | float | None = None
+    dropout: float = 0.0
+    evaluations: int = 100
+    set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Request":
+        """From flat settings: those of a run, and options of its task."""
+        own = [field.name for field in dataclasses.fields(cls) if field.name != "options"]
+        kind = find_task(settings.get("task", "fairness"))
+        known = [*own, *(field.name for field in dataclasses.fields(kind))]
+        for key in settings:
+            if key not in known:
+                raise UserError(f"there is no setting {key!r} for the task {kind.name}{nearest(key, known)}")
+        given = {key: value for key, value in settings.items() if value is not None}
+        options = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if key not in own}
+        return cls(**{key: value for key, value in given.items() if key in own}, options=options)
+
+    @property
+    def kind(self) -> Kind:
+        return find_task(self.task).from_options(self.options)
+
+    @property
+    def methods(self) -> list[str]:
+        kind = find_task(self.task)
+        chosen = kind.baseline if self.algorithm is None else self.algorithm
+        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        for name in names:
+            if name not in kind.methods:
+                raise UserError(f"{name!r} is no method for the task {kind.name}{nearest(name, kind.methods)}")
+        if len(set(names)) != len(names) or not names:
+            raise UserError(f"algorithm={names} was given; name one or several different methods.")
+        return names
+
+    @property
+    def seed_list(self) -> list[int]:
+        if isinstance(self.seeds, int) and not isinstance(self.seeds, bool) and self.seeds >= 1:
+            return list(range(self.seeds))
+        numbers = [] if isinstance(self.seeds, (int, str)) else list(self.seeds)
+        if not numbers or len(set(numbers)) != len(numbers) or not all(isinstance(n, int) for n in numbers):
+            raise UserError(f"seeds={self.seeds!r} was given; give a number of seeds, or a list of different ones.")
+        return numbers
+
+    @property
+    def budget(self) -> Budget:
+        for name, value in (("rounds", self.rounds), ("evaluations", self.evaluations)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UserError(f"{name}={value!r} was given; it must be a whole number, 1 or more.")
+        return Budget(self.rounds, self.cohort, self.dropout, self.evaluations)
+
+    def changes(self, method: str) -> dict[str, Any]:
+        """The user's settings of one method: `lr` is for all of them, `fedbio.lr` for one."""
+        flat, known = _flat(self.set), find_task(self.task).methods
+        mine = {}
+        for key, value in flat.items():
+            head, _, tail = key.partition(".")
+            if head not in known:
+                mine[key] = value
+            elif head not in self.methods:
+                raise UserError(f"a setting of {head!r} was given, but {head!r} is not among {self.methods}.")
+            elif head == method:
+                mine[tail] = value
+        return mine
+
+    def settings(self) -> dict[str, Any]:
+        """As a TOML file says it."""
+        flat = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
+        for name in ("rounds", "cohort", "dropout", "evaluations"):
+            if getattr(self, name) != getattr(Request, name):
+                flat[name] = getattr(self, name)
+        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in flat.items()}
+        return plain | ({"set": _flat(self.set)} if self.set else {})
+
+    def command(self, verb: str = "run") -> str:
+        """The same as a command line."""
+        words = ["nestfed", verb, self.task]
+        for name in self.methods:
+            words += ["--algorithm", name]
+        seeds = self.seed_list
+        words += ["--seeds", str(len(seeds)) if seeds == list(range(len(seeds))) else ",".join(map(str, seeds))]
+        for key, value in self.settings().items():
+            if key in ("task", "algorithm", "seeds", "set"):
+                continue
+            flag = f"--{key.replace('_', '-')}"
+            if isinstance(value, bool):
+                words.append(flag if value else f"--no-{flag[2:]}")
+            else:
+                for one in value if isinstance(value, list) else [value]:
+                    words += [flag, str(one)]
+        for key, value in _flat(self.set).items():
+            words += ["--set", f"{key}={value}"]
+        return shlex.join(words)
+
+
+def find_task(name: str) -> type[Kind]:
+    if name not in TASKS:
+        raise UserError(f"there is no task {name!r}{nearest(name, TASKS)}")
+    return TASKS[name]
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The settings of a TOML file."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path} is not a readable TOML file: {error}.") from error
+
+
+def run(
+    task: str = "fairness",
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Study:
+    """Train one or several methods on a named task and write everything to a folder.
+
+    algorithm      one method or several; the first of them, or FedAvg if it is there, is what others are compared with
+    seeds          a number, or a list; a seed decides the split, the dealing to clients, the start and the batches
+    rounds         of every stage; without it the task's number of local steps decides
+    cohort, dropout, evaluations     as in `simulate`; about `evaluations` evaluations in every stage
+    set            settings of the algorithms: {"lr": 0.1, "fedbio.lower_lr": 0.5, "model.lr": 1.0}
+    out, resume    the folder (runs/<name>); resume=True goes on with what is there
+    and the options of the task, for fairness: data, label, group, clients, partition, features, model, ...
+    """
+    request = Request.of({"task": task, **settings})
+    kind, methods, budget = request.kind, request.methods, request.budget
+    folder = Path(out) if out is not None else _fresh_folder(request)
+    _open_folder(folder, request, resume)
+    began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
+    setups = make_setups(kind, request.seed_list)
+    first = next(iter(setups.values()))
+    for name in methods:  # a wrong setting of the last method shows before the first one trains
+        kind.method(name).algorithms(first, request.changes(name))
+
+    traces = []
+    for name in methods:
+        for seed, setup in setups.items():
+            try:
+                trace = run_method(
+                    kind, name, setup, seed, request.changes(name), budget, checkpoints=folder / "checkpoints",
+                    resume=resume, progress=progress,
+                )  # fmt: skip
+            except Interrupted as error:
+                again = f"go on with: nestfed run {shlex.quote(str(folder / 'settings.toml'))} --resume"
+                raise Interrupted(f"{name}, seed {seed}: {error} {again}", error.result) from None
+            traces.append(trace)
+    record = make_record(
+        kind, setups, traces, settings=request.settings(), command=request.command(), name=folder.name,
+        methods=methods, seconds=time.monotonic() - began, started=started.isoformat(timespec="seconds"),
+    )  # fmt: skip
+    models = {}
+    for trace in traces:
+        if trace.status == FINISHED:
+            models[trace.method, trace.seed] = kind.trained(setups[trace.seed], trace.server)
+            models[trace.method, trace.seed].save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
+    record.save(folder)
+    write_report(record, folder)
+    return Study(folder, record, models)
+
+
+def describe_data(task: str = "fairness", **settings: Any) -> list[tuple[str, pd.DataFrame]]:
+    """What a person should see of the data before training: (title, table)."""
+    return Request.of({"task": task, **settings}).kind.summary()
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _fresh_folder(request: Request) -> Path:
+    """runs/<task>-<data>-<methods>, with a number if it exists."""
+    data = Path(str(request.options.get("data", ""))).stem
+    methods = request.methods if len(request.methods) < 4 else [*request.methods[:2], "and-others"]
+    stem = "-".join(word for word in (request.task, data, *methods) if word)
+    for number in range(1, 10_000):
+        folder = RUNS / (stem if number == 1 else f"{stem}-{number}")
+        if not folder.exists():
+            return folder
+    raise UserError(f"{RUNS} has too many folders {stem}-...; give out= a name.")
+
+
+def _open_folder(folder: Path, request: Request, resume: bool) -> None:
+    """Write the settings first: a killed run can go on. What is there already is never overwritten by another run."""
+    path = folder / "settings.toml"
+    if path.exists():
+        theirs = read_settings(path)
+        if not resume:
+            raise UserError(f"{folder} holds a run already; give resume (--resume), or another folder (--out).")
+        if theirs != request.settings():
+            different = [k for k in theirs | request.settings() if theirs.get(k) != request.settings().get(k)]
+            raise UserError(
+                f"{folder} holds a run with other settings ({', '.join(different)}); give those, or another folder."
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not the folder of a run; give another one.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(tomli_w.dumps(request.settings()), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+
+
+# ------------------------------------------------------------------------------------------------- record
+
+
+def make_record(
+    kind: Kind,
+    setups: Mapping[int, Setup],
+    traces: Sequence[Trace],
+    *,
+    settings: dict[str, Any],
+    command: str,
+    name: str,
+    methods: Sequence[str],
+    seconds: float,
+    started: str,
+) -> Record:
+    """The record of finished traces."""
+    finals, slices = [], []
+    for trace in traces:
+        row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
+        if trace.status == FINISHED:
+            metrics, parts = kind.evaluate(setups[trace.seed], trace.server)
+            row |= metrics
+            slices.append(parts.assign(method=trace.method, seed=trace.seed))
+        finals.append(row)
+    holdings = [kind.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
+    failed = [f"{kind.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
+    first = next(iter(setups.values()))
+    return Record(
+        settings=settings,
+        about={
+            "name": name,
+            "title": kind.title,
+            "task": kind.name,
+            "command": command,
+            "methods": {method: kind.method(method).title for method in methods},
+            "baseline": kind.baseline if kind.baseline in methods else methods[0],
+            "select": kind.select,
+            "metrics": [dataclasses.asdict(metric) for metric in kind.metrics],
+            "seeds": list(setups),
+            "versions": versions(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
+            "data": fingerprint(first.rows.columns),
+            "started": started,
+            "seconds": round(seconds, 1),
+            "status": DIVERGED if failed else FINISHED,
+            "notes": [*kind.notes(first), *failed],
+        },
+        history=pd.concat([history_frame(trace) for trace in traces], ignore_index=True),
+        final=pd.DataFrame(finals),
+        slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
+        holdings=pd.concat(holdings, ignore_index=True),
+        cost={trace.method: cost_of(trace) for trace in traces},
+    )
+
+
+SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")
+
+
+def history_frame(trace: Trace) -> pd.DataFrame:
+    """One row per evaluation; rounds, bytes and work are counted through all the stages."""
+    frames, before = [], {"round": 0, "bytes": 0, "oracle_calls": 0, "samples": 0}
+    for stage in trace.stages:
+        rounds = stage.history["round"]
+        totals = stage.cost.totals(stage.participants, stage.clients)
+        columns = {"round": before["round"] + rounds}
+        columns |= {name: before[name] + total[rounds] for name, total in totals.items()}
+        columns |= {name: v for name, v in stage.history.items() if name != "round" and v.ndim == 1}
+        frame = pd.DataFrame(columns)
+        frame.insert(0, "stage", stage.name)
+        frames.append(frame)
+        before = {name: int(frame[name].iloc[-1]) for name in before}
+    frame = pd.concat(frames, ignore_index=True)
+    frame.insert(0, "seed", trace.seed)
+    frame.insert(0, "method", trace.method)
+    return frame
+
+
+def cost_of(trace: Trace) -> dict[str, Any]:
+    return {
+        stage.name: {
+            "start": dataclasses.asdict(stage.cost.start),
+            "round": dataclasses.asdict(stage.cost.round),
+            "rounds": stage.rounds,
+        }
+        for stage in trace.stages
+    }
+
+
+def versions() -> dict[str, str]:
+    packages = ("nestfed", "jax", "jaxlib", "numpy", "optax", "pandas", "pyarrow")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+
+
+# ------------------------------------------------------------------------------------------------- sweep
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """A finished sweep: every setting and seed, and the choice by validation data."""
+
+    folder: Path
+    table: pd.DataFrame  # one row per setting: its values, means over seeds, how many seeds diverged
+    best: dict[str, Any]
+    command: str  # runs the method with the chosen settings
+
+
+def sweep(
+    task: str = "fairness",
+    *,
+    grid: Mapping[str, Sequence[Any]],
+    out: str | Path | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Search:
+    """Try all combinations of a grid of settings, side by side, and choose by validation data, never by test data.
+
+    `grid` maps settings of one method to values: {"lr": [0.01, 0.1, 1.0], "model.lr": [0.1, 1.0]}; the other arguments
+    are those of `run`.
+    """
+    request = Request.of({"task": task, **settings})
+    if len(request.methods) != 1:
+        raise UserError(f"a sweep is of one algorithm; {', '.join(request.methods)} were given.")
+    if not grid or not all(grid.values()):
+        raise UserError("a sweep needs a grid of values, for example lr=0.01,0.1,1 (--grid on the command line).")
+    (name,), kind, budget = request.methods, request.kind, request.budget
+    folder = Path(out) if out is not None else RUNS / f"sweep-{request.task}-{name}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists; give another folder (--out).")
+    setups = make_setups(kind, request.seed_list)
+    few = dataclasses.replace(budget, evaluations=min(budget.evaluations, 10))
+    traces = sweep_method(kind, name, setups, request.changes(name), grid, few, progress=progress)
+    best = best_changes(kind, traces)
+    table = sweep_table(kind, traces, list(grid))
+    chosen = dataclasses.replace(request, set=best)
+    folder.mkdir(parents=True, exist_ok=True)
+    tables.write(table, folder, "sweep")
+    figure = sweep_figure(table, list(grid), "score", kind.method(name).title)
+    figure.savefig(folder / "sweep.png", dpi=160)
+    figure.savefig(folder / "sweep.svg")
+    (folder / "best.toml").write_text(tomli_w.dumps(chosen.settings()), encoding="utf-8")
+    return Search(folder, table, best, chosen.command())
+
+
+def sweep_table(kind: Kind, traces: Sequence[Trace], keys: Sequence[str]) -> pd.DataFrame:
+    """One row per setting, best first: its score on validation data, and every recorded metric beside it."""
+    rows = []
+    for trace in traces:
+        last = {name: v[-1] for name, v in trace.stages[-1].history.items() if name != "round" and v.ndim == 1}
+        values = {name: float(value) for name, value in last.items()}
+        failed = trace.status == DIVERGED
+        rows.append(
+            {key: trace.changes[key] for key in keys} | {"score": score_of(kind, trace)} | values | {"diverged": failed}
+        )
+    grouped: Any = pd.DataFrame(rows).groupby(list(keys), sort=False, as_index=False)
+    means = grouped.mean(numeric_only=True).drop(columns="diverged")
+    table = means.merge(grouped["diverged"].sum(), on=list(keys))
+    return table.sort_values("score", kind="stable", ignore_index=True)
+
+
+# ------------------------------------------------------------------------------------------------- other verbs
+
+
+def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> Study:
+    """One report of several runs of a task. Methods that appear twice are told apart by the names of their folders."""
+    if len(folders) < 2:
+        raise UserError("compare needs at least two folders of runs.")
+    records = [Record.load(Path(folder)) for folder in folders]
+    first = records[0].about
+    for folder, record in zip(folders, records, strict=True):
+        if record.about["task"] != first["task"]:
+            raise UserError(f"{folder} is a run of {record.about['task']}, {folders[0]} of {first['task']}.")
+    counted = collections.Counter(method for record in records for method in record.methods)
+    labels = [
+        {m: m if counted[m] == 1 else f"{m} ({Path(folder).name})" for m in record.methods}
+        for folder, record in zip(folders, records, strict=True)
+    ]
+    if len(set(sum((list(label.values()) for label in labels), []))) != counted.total():
+        raise UserError("two of the folders have the same name and the same methods; rename one.")
+    renamed = lambda table: pd.concat(
+        [
+            getattr(r, table).assign(method=getattr(r, table).method.map(n))
+            for r, n in zip(records, labels, strict=True)
+        ],
+        ignore_index=True,
+    )
+    titles = {
+        label[m]: record.title(m) if counted[m] == 1 else f"{record.title(m)} ({Path(folder).name})"
+        for folder, record, label in zip(folders, records, labels, strict=True)
+        for m in record.methods
+    }
+    baseline = first["baseline"]
+    notes = [note for record in records for note in record.about["notes"]]
+    if len({record.about["data"] for record in records}) > 1:
+        notes.insert(
+            0, "The runs have different data or splits: equal seeds do not pair, read the differences with care."
+        )
+    folder = Path(out) if out is not None else RUNS / "compare-{}".format("-".join(Path(f).name for f in folders))
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} exists; give another folder (--out).")
+    record = Record(
+        settings={"compared": [str(folder) for folder in folders]},
+        about=first
+        | {
+            "name": folder.name,
+            "command": shlex.join(["nestfed", "compare", *map(str, folders)]),
+            "methods": titles,
+            "baseline": labels[0][baseline],
+            "seeds": sorted({seed for record in records for seed in record.about["seeds"]}),
+            "seconds": round(sum(record.about["seconds"] for record in records), 1),
+            "notes": list(dict.fromkeys(notes)),
+        },
+        history=renamed("history"),
+        final=renamed("final"),
+        slices=renamed("slices"),
+        holdings=records[0].holdings,
+        cost={n[m]: r.cost[m] for r, n in zip(records, labels, strict=True) for m in r.methods},
+    )
+    record.save(folder)
+    write_report(record, folder)
+    return Study(folder, record, {})
+
+
+def report(folder: str | Path) -> Path:
+    """Write the report of a run again, from its files."""
+    return write_report(Record.load(Path(folder)), Path(folder))
+
+
+def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
+    """What every method costs one client on a task: the ledger of a round, read off the traced programs."""
+    request = Request.of({"task": task, **settings})
+    kind, setup = request.kind, request.kind.set_up(request.seed_list[0])
+    rows = []
+    for name in request.methods if request.algorithm is not None else kind.methods:
+        method, before = kind.method(name), None
+        for stage, algorithm in zip(method.stages, method.algorithms(setup, request.changes(name)), strict=True):
+            problem_task = stage.task(setup, before)
+            price = ledger(algorithm, problem_task, request.cohort)
+            rounds = request.budget.rounds_of(kind, algorithm)
+            rows.append(
+                {
+                    "method": method.title,
+                    "stage": stage.name,
+                    "local steps": algorithm.local_steps,
+                    "exchanges": price.round.exchanges,
+                    "bytes up": price.round.bytes_up,
+                    "bytes down": price.round.bytes_down,
+                    "oracles": " ".join(f"{kind} {n}" for kind, n in price.round.oracles.items()),
+                    "samples": price.round.samples,
+                    "rounds": rounds,
+                    "total MB": rounds * (price.round.bytes_up + price.round.bytes_down) / 1e6,
+                }
+            )
+            before = _started(algorithm, problem_task)
+    return pd.DataFrame(rows)
+
+
+def _started(algorithm: Any, task: Any) -> Any:
+    """The server's state at the start, in place of what the stage would leave: for shapes."""
+    from nestfed.simulate import start
+
+    return start(algorithm, task, 0).server
