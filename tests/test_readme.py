@@ -64,11 +64,11 @@ def test_demo_shows_a_fairer_model(tmp_path):
 def test_reproduction_writes_its_page(tmp_path):
     page = tmp_path / run("nestfed reproduce fairness --quick", tmp_path).strip()
     text = page.read_text()
-    assert page.name == "README.md" and text.count("Compared:") == 5 and "{{" not in text
+    assert page.name == "README.md" and text.count("Compared:") == 6 and "{{" not in text
     linked = re.findall(r"\]\((.*?)\)", text)
     assert len(linked) == 5 and all((page.parent / path).exists() for path in linked)
     table = pd.read_csv(page.parent / "tables" / "table1.csv")
-    assert len(table) == 2 * 6 * 3 and table.ours.notna().all() and (table.seeds == 2).all()
+    assert len(table) == 2 * 7 * 3 and table.ours.notna().all() and (table.seeds == 2).all()
 
 
 SWEEP = re.search(r"`(nestfed\.sweep\(.*?rounds=50\))`", README, re.S)
@@ -79,6 +79,10 @@ def test_every_name_of_the_readme_exists_after_import(name):
     found = nestfed_package
     for part in name.split(".")[1:]:
         found = getattr(found, part)
+
+
+def test_there_are_three_snippets():
+    assert len(SNIPPETS) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,6 +19,7 @@ from nestfed import cli, workbench
 from nestfed.record import Record
 from nestfed.tasks.fairness import FairModel
 
+BYTES = jnp.zeros(()).dtype.itemsize  # of a number
 SMALL = {"data": "german", "steps": 20, "evaluations": 4}
 FLAGS = ["--data", "german", "--steps", "20", "--evaluations", "4"]
 
@@ -70,9 +72,10 @@ def test_history_counts_rounds_bytes_and_work_through_the_stages(study):
     one = study.history[(study.history.method == "fedbio") & (study.history.seed == 0)]
     assert one.stage.tolist() == ["weights"] * 5 + ["model"] * 5
     assert one["round"].tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
-    # German Credit: 4 groups; 54 features and a bias. Three clients, up and down, 4 bytes a number.
+    # German Credit: 4 groups; features and a bias. Three clients, up and down.
     features = study.model("fedavg").theta[0]["weight"].size + 1
-    expected = [24 * 4 * r for r in range(5)] + [24 * 4 * 4 + 24 * features * r for r in range(5)]
+    each = 3 * 2 * BYTES
+    expected = [each * 4 * r for r in range(5)] + [each * (4 * 4 + features * r) for r in range(5)]
     assert one.bytes.tolist() == expected
     assert (np.diff(one.oracle_calls) >= 0).all() and one.oracle_calls.iloc[-1] > one.oracle_calls.iloc[4] > 0
 
@@ -113,14 +116,9 @@ def test_the_command_of_a_record_repeats_its_settings(study, monkeypatch):
 def test_resume_changes_nothing_and_other_settings_are_refused(study):
     with pytest.raises(nestfed.UserError, match="holds a run already"):
         nestfed.run("fairness", out=study.folder, **SMALL)
-    with pytest.raises(nestfed.UserError, match="other settings .*steps"):
-        nestfed.run(
-            "fairness",
-            out=study.folder,
-            resume=True,
-            **(Record.load(study.folder).settings | {"task": "fairness", "steps": 30}),
-        )
     settings = tomllib.loads((study.folder / "settings.toml").read_text())
+    with pytest.raises(nestfed.UserError, match="other settings .*steps"):
+        nestfed.run(**(settings | {"steps": 30}), out=study.folder, resume=True)
     again = nestfed.run(**settings, out=study.folder, resume=True, progress=False)
     pd.testing.assert_frame_equal(again.final, study.final)
     pd.testing.assert_frame_equal(again.history, study.history)
@@ -129,7 +127,21 @@ def test_resume_changes_nothing_and_other_settings_are_refused(study):
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     """A real process, a real Ctrl-C: exit code 130, a line that says how to go on, and the same numbers in the end."""
     program = Path(sys.executable).with_name("nestfed")
-    words = ["run", "fairness", "--data", "german", "--seeds", "2", "--steps", "40000", "--evaluations", "5", "--quiet"]
+    words = [
+        "run",
+        "fairness",
+        "-a",
+        "fedavg",
+        "--data",
+        "german",
+        "--seeds",
+        "2",
+        "--steps",
+        "40000",
+        "--evaluations",
+        "5",
+        "--quiet",
+    ]
     process = subprocess.Popen(
         [program, *words, "--out", "cut"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ
     )
@@ -137,9 +149,10 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     deadline = time.monotonic() + 120
     while not first.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    time.sleep(0.5)  # the second seed is on its way
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+    assert process.returncode == 130, (process.returncode, err)
     assert "nestfed run cut/settings.toml --resume" in err and "Traceback" not in err
     done = subprocess.run(
         [program, "run", "cut/settings.toml", "--resume", "--quiet"], cwd=tmp_path, capture_output=True, text=True,
@@ -147,12 +160,14 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "cut/report.html"
-    cut = Record.load(tmp_path / "cut").final
-    assert cut.seed.tolist() == [0, 1] and (cut.status == "finished").all()
+    cut = Record.load(tmp_path / "cut")
+    assert cut.final.seed.tolist() == [0, 1] and (cut.final.status == "finished").all()
+    whole = nestfed.run(**cut.settings, out=tmp_path / "whole", progress=False)
+    pd.testing.assert_frame_equal(cut.history, whole.history)
 
 
 def test_divergence_is_reported_and_has_an_exit_code(call):
-    code, out, err = call("run", *FLAGS, "--set", "lr=1e30", "--out", "wild")
+    code, out, err = call("run", *FLAGS, "-a", "fedavg", "--set", "lr=1e30", "--out", "wild")
     assert code == 3 and "fedavg diverged in every seed" in err
     record = Record.load(Path("wild"))
     assert record.about["status"] == "diverged" and record.final.status.tolist() == ["diverged"]
@@ -194,7 +209,12 @@ def test_compare_pairs_runs_by_seed(study, call):
     assert code == 0, err
     rows = {row["method"]: row for row in json.loads(out)["headline"]}
     assert set(rows) == {"fedavg (two)", "fedbio", "fedreg", "fedavg (other)"}
-    assert rows["fedavg (other)"]["test_accuracy difference"] == 0 and rows["fedreg"]["test_accuracy pairs"] == 2
+    assert rows["fedavg (other)"]["test_accuracy pairs"] == rows["fedreg"]["test_accuracy pairs"] == 2
+    mine, other = (
+        Record.load(Path(f)).final.query("method == 'fedavg'").set_index("seed") for f in (study.folder, "other")
+    )
+    difference = (other.test_accuracy - mine.test_accuracy).mean()
+    assert rows["fedavg (other)"]["test_accuracy difference"] == pytest.approx(difference)
     assert Path("both/report.html").exists()
     code, _, err = call("compare", study.folder)
     assert code == 1 and "at least two folders" in err
@@ -212,9 +232,10 @@ def test_cost_shows_every_method(call):
     code, out, _ = call("cost", "fairness", "--data", "german", "--json")
     assert code == 0
     rows = pd.DataFrame(json.loads(out)).set_index(["method", "stage"])
-    assert rows.loc[("FedBiO", "weights"), "bytes up"] == 16  # four groups
-    assert rows.loc[("FedBiOAcc", "weights"), "bytes up"] == 32
-    assert rows.loc[("FCFL", "model"), "bytes up"] == 2 * rows.loc[("FedAvg", "model"), "bytes up"] + 8
+    assert rows.loc[("FedBiO", "weights"), "bytes up"] == 4 * BYTES  # four groups
+    assert rows.loc[("FedBiOAcc", "weights"), "bytes up"] == 8 * BYTES
+    assert rows.loc[("FCFL", "model"), "bytes up"] == 2 * rows.loc[("FedAvg", "model"), "bytes up"] + 2 * BYTES
+    assert rows.loc[("FedMinMax", "model"), "samples"] > 200  # all rows of a client, not a batch
     assert rows.loc[("FedMinMax", "model"), "rounds"] == 2000
 
 
@@ -225,7 +246,7 @@ def test_lists(call):
     assert {row["setting"] for row in json.loads(call("list", "fcfl", "--json")[1])} >= {"lr", "tolerance"}
 
 
-# ------------------------------------------------------------------------------------------------- own data and mistakes
+# ------------------------------------------------------------------------------------------------- own data, mistakes
 
 
 def table(rows=240, seed=0):
@@ -259,7 +280,7 @@ def test_own_data_in_one_command(call, suffix):
 
 
 MISTAKES = {
-    "no such column": (["--label", "incme"], "there is no column 'incme'"),
+    "no such column": (["--label", "incme", "--group", "sex"], "there is no column 'incme'"),
     "no label": ([], "without a label"),
     "one group": (["--label", "income", "--group", "constant"], "one group only"),
     "constant label": (["--label", "constant", "--group", "sex"], "constant"),
@@ -274,6 +295,7 @@ def test_mistakes_in_own_data_are_one_line(call, name):
     code, out, err = call("run", "--data", "my.csv", *words)
     assert code == 1 and message in err and len(err.strip().splitlines()) == 1, err
     assert not Path("runs").exists()  # nothing is left behind
+    assert call("run", "--data", "my.csv", *words, "--quiet")[0] == 1 and not Path("runs").exists()
 
 
 def test_a_client_without_positives_is_named(call):
@@ -305,6 +327,13 @@ def test_a_client_without_positives_is_named(call):
         (["run", *FLAGS, "--seeds", "few"], "--seeds few was given"),
         (["run", "missing.toml"], "there is no file missing.toml"),
         (["run", "--resume"], "--resume was given without --out"),
+        (["run", *FLAGS, "--clients", "hosing"], "there is no column 'hosing'"),
+        (["run", *FLAGS, "--clients", "housing", "--partition", "iid"], "names a column and partition='iid'"),
+        (["run", *FLAGS, "--drop", "agee"], "there is no column 'agee'"),
+        (["run", *FLAGS, "--label", "clas"], "there is no column 'clas'"),
+        (["run", *FLAGS, "--output", "first"], "output='first' was given"),
+        (["sweep", *FLAGS, "--grid", "lr=1"], "a sweep is of one method"),
+        (["sweep", *FLAGS, "-a", "fedavg"], "a sweep needs a grid"),
         (["sweep", *FLAGS, "--grid", "lr"], "write key=value"),
         (["reproduce", "fairnes"], "there is no experiment 'fairnes'; did you mean 'fairness'?"),
     ],
@@ -335,6 +364,11 @@ def test_toml_says_all_that_flags_say_and_flags_win(call, monkeypatch):
         ('algoritm = "fedavg"', "there is no setting 'algoritm' for the task fairness; did you mean 'algorithm'?"),
         ("seeds = ", "is not a readable TOML file"),
         ("batch_sise = 3", "did you mean 'batch_size'?"),
+        ("seeds = 2.5", "seeds=2.5 was given; it must be a whole number or a list"),
+        ("algorithm = 3", "'3' is no method"),
+        ('set = ["lr=0.1"]', "it must be a table"),
+        ("task = 3", "there is no task '3'"),
+        ('threshold = "50"', "it must be a number"),
     ],
 )
 def test_wrong_toml_is_one_line(call, content, message):
@@ -343,7 +377,51 @@ def test_wrong_toml_is_one_line(call, content, message):
     assert code == 1 and message in err
 
 
+def test_what_is_said_of_one_method_wins():
+    request = workbench.Request.of(
+        {"algorithm": ["FedAvg", "FedBiO"], "set": {"fedbio": {"lr": 1.0}, "lr": 0.1}, "seeds": [7]}
+    )
+    assert request.methods == ["fedavg", "fedbio"]
+    assert request.changes("fedbio") == {"lr": 1.0} and request.changes("fedavg") == {"lr": 0.1}
+    assert "--seeds 7, " in request.command()
+
+
+def test_output_rules_and_rounds_reach_the_last_stage(tmp_path):
+    study = nestfed.run(
+        "fairness", algorithm="fedavg", rounds=4, output="best", out=tmp_path / "best", progress=False, data="german"
+    )
+    seen = study.history.outer_loss
+    assert study.final.outer_loss[0] == pytest.approx(seen.min(), rel=1e-5)
+    (fcfl,) = workbench.Request.of({"rounds": 50}).kind.method("fcfl").stages
+    kind = workbench.Request.of({"rounds": 50, "data": "german"}).kind
+    assert fcfl.settings(kind.set_up(0))["stage_one_steps"] == 20
+
+
+def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path):
+    study = nestfed.run(
+        "fairness", data="german", clients="housing", algorithm="fedbio", steps=10, evaluations=2, progress=False,
+        out=tmp_path / "housing",
+    )  # fmt: skip
+    assert set(study.record.holdings.client) == {"A151", "A152", "A153"}
+    weights = study.history[[name for name in study.history if name.startswith("weight of ")]].dropna()
+    assert weights.shape[1] == 4 and np.allclose(weights.mean(axis=1), 1)
+
+
+def test_sweep_reaches_numbers_of_the_task(tmp_path):
+    search = workbench.sweep(
+        "fairness",
+        algorithm="fedavg",
+        grid={"penalty": [0.0, 10.0], "lr": [0.1]},
+        out=tmp_path / "s",
+        progress=False,
+        **SMALL,
+    )
+    losses = search.table.set_index("penalty").train_loss
+    assert losses[0.0] != losses[10.0] and search.best["penalty"] == search.table.penalty[0]
+    assert f"--penalty {search.best['penalty']}" in search.command
+
+
 def test_shell_completion_is_there():
     program = Path(sys.executable).with_name("nestfed")
     shown = subprocess.run([program, "--show-completion", "bash"], capture_output=True, text=True, timeout=60)
-    assert "complete" in shown.stdout + shown.stderr
+    assert shown.returncode == 0 and "_NESTFED_COMPLETE=complete_bash" in shown.stdout

@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from nestfed.core import UserError
-from nestfed.simulate import Interrupted
 
 app = typer.Typer(
     add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -28,6 +27,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 DATA, TRAINING, OUTPUT = "Data", "Training", "Output"
+MOST_ROWS = 60  # of a table on the screen
 
 
 def _flag(help: str, panel: str, *names: str, **more: Any) -> Any:
@@ -51,6 +51,7 @@ OPTIONS: dict[str, Any] = {
     "cohort": Annotated[str | None, _flag("Clients per round: a number, or a fraction such as 0.1.", TRAINING)],
     "dropout": Annotated[float | None, _flag("Probability that a chosen client fails.", TRAINING)],
     "evaluations": Annotated[int | None, _flag("About so many evaluations per stage (100).", TRAINING)],
+    "output": Annotated[str | None, _flag("Which iterate counts: last, average, random, best (validation).", TRAINING)],
     "model": Annotated[str | None, _flag("logistic, or network (two layers).", TRAINING)],
     "penalty": Annotated[float | None, _flag("mu of (mu / 2) |theta|^2 (0.001).", TRAINING)],
     "batch_size": Annotated[int | None, _flag("Rows per batch (128, or 32 for small tables).", TRAINING)],
@@ -105,10 +106,10 @@ def demo(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="algorithms, tasks, data, or the name of one algorithm.")] = "algorithms",
+    what: Annotated[str, typer.Argument(help="algorithms, tasks, data, a task, or an algorithm.")] = "algorithms",
     json_: Json = False,
 ) -> None:
-    """Show algorithms, tasks or data sets, or the settings of one algorithm."""
+    """Show algorithms, tasks or data sets, the methods of one task, or the settings of one algorithm."""
     from nestfed.algorithms import ALGORITHMS, find
     from nestfed.data import describe
     from nestfed.tasks import TASKS
@@ -120,6 +121,10 @@ def list_(
     elif what == "tasks":
         rows = [(name, kind.description, ", ".join(kind.methods)) for name, kind in TASKS.items()]
         frame = pd.DataFrame(rows, columns=["name", "what it trains", "methods"])
+    elif what in TASKS:
+        stages = lambda method: ", then ".join(stage.algorithm for stage in method.stages)
+        rows = [(name, method.description, stages(method)) for name, method in TASKS[what].methods.items()]
+        frame = pd.DataFrame(rows, columns=["method", "what it does", "algorithms"])
     elif what == "data":
         frame = describe()
     else:
@@ -146,6 +151,7 @@ def run(
     nestfed run --data my.csv --label income --group sex --clients region
     """
     settings, source = _settings(given)
+    out = _out(settings, out)
     if resume and out is None:
         # The settings of a run lie in its folder: going on with them means going on there.
         out = source.parent if source is not None and source.name == "settings.toml" else None
@@ -158,7 +164,7 @@ def run(
 @_with_options
 def sweep(
     given: dict[str, Any],
-    grid: Annotated[list[str], _flag("Values of a setting: lr=0.01,0.1,1; may be repeated.", TRAINING)],
+    grid: Annotated[list[str] | None, _flag("Values of a setting: lr=0.01,0.1,1; may be repeated.", TRAINING)] = None,
     out: Out = None,
     json_: Json = False,
     quiet: Quiet = False,
@@ -167,7 +173,9 @@ def sweep(
     from nestfed import workbench
 
     settings, _ = _settings(given)
-    values = {key: [_value(one) for one in text.split(",")] for key, text in map(_pair, grid)}
+    out = _out(settings, out)
+    values = workbench.flat(settings.pop("grid", {}))
+    values |= {key: [_value(one) for one in text.split(",")] for key, text in map(_pair, grid or [])}
     search = workbench.sweep(**settings, grid=values, out=out, progress=False if quiet or json_ else None)
     if json_:
         _print_json({"folder": str(search.folder), "best": search.best, "settings": _records(search.table)})
@@ -192,11 +200,12 @@ def compare(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Folder of a run.")], quiet: Quiet = False) -> None:
+def report(folder: Annotated[Path, typer.Argument(help="Folder of a run.")], json_: Json = False) -> None:
     """Write the report of a run again, from its files."""
     from nestfed import workbench
 
-    typer.echo(str(workbench.report(folder)))
+    page = str(workbench.report(folder))
+    _print_json({"report": page}) if json_ else typer.echo(page)
 
 
 @app.command()
@@ -215,12 +224,14 @@ def reproduce(
     experiment: Annotated[str, typer.Argument(help="fairness")],
     out: Out = None,
     quick: Annotated[bool, _flag("A small version, to see that it works.", TRAINING)] = False,
+    json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Repeat a paper's experiment and put the numbers beside the paper's."""
     from nestfed.reproduce import reproduce as repeat
 
-    typer.echo(str(repeat(experiment, out=out, quick=quick, progress=False if quiet else None)))
+    page = str(repeat(experiment, out=out, quick=quick, progress=False if quiet or json_ else None))
+    _print_json({"page": page}) if json_ else typer.echo(page)
 
 
 # ------------------------------------------------------------------------------------------------- parsing
@@ -234,10 +245,13 @@ def _settings(given: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
     if "set" in flags:
         flags["set"] = {key: _value(text) for key, text in map(_pair, flags["set"])}
     if "seeds" in flags:
-        words = flags["seeds"].split(",")
-        if not all(word.strip().isdecimal() for word in words):
-            raise UserError(f"--seeds {flags['seeds']} was given; write a number of seeds, or a list such as 0,3,7.")
-        flags["seeds"] = [int(word) for word in words] if len(words) > 1 else int(words[0])
+        text = flags["seeds"]
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        if not words or not all(word.isdecimal() for word in words):
+            raise UserError(
+                f"--seeds {text} was given; write a number of seeds, or a list such as 0,3,7 (one seed alone: 7,)."
+            )
+        flags["seeds"] = [int(word) for word in words] if "," in text else int(words[0])
     if "cohort" in flags:
         flags["cohort"] = _value(flags["cohort"])
     source = Path(flags["task"]) if str(flags.get("task", "")).endswith(".toml") else None
@@ -245,8 +259,16 @@ def _settings(given: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
         return flags, None
     del flags["task"]
     file = workbench.read_settings(source)
-    both = {**file.get("set", {}), **flags.get("set", {})}
-    return {**file, **flags, **({"set": both} if both else {})}, source
+    both = file.get("set", {})
+    if "set" in flags and isinstance(both, Mapping):
+        both = workbench.flat(both) | flags["set"]
+    return {**file, **flags, "set": both}, source
+
+
+def _out(settings: dict[str, Any], flag: Path | None) -> Path | None:
+    """The folder that a flag or a file names."""
+    named = settings.pop("out", None)
+    return flag if flag is not None or named is None else Path(str(named))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -283,7 +305,11 @@ def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: boo
         console = Console()
         for title, frame in workbench.describe_data(**settings):
             console.print(_table(frame, title=title))
-    study = workbench.run(**settings, out=out, resume=resume, progress=False if silent else None)
+    try:
+        study = workbench.run(**settings, out=out, resume=resume, progress=False if silent else None)
+    except workbench.Stopped as error:  # typer would end every KeyboardInterrupt without a word
+        print(f"nestfed: {error}", file=sys.stderr)
+        raise typer.Exit(130) from None
     _show(study, json_=json_, quiet=quiet)
     finished = study.final[study.final.status == "finished"].method.unique()
     if set(finished) != set(study.record.methods):
@@ -316,8 +342,10 @@ def _table(frame: pd.DataFrame, title: str | None = None) -> Table:
     for column in frame.columns:
         numeric = pd.api.types.is_numeric_dtype(frame[column])
         shown.add_column(escape(str(column)), justify="right" if numeric else "left", overflow="fold")
-    for row in frame.itertuples(index=False):
+    for row in frame.head(MOST_ROWS).itertuples(index=False):
         shown.add_row(*(escape(f"{cell:,.4g}" if isinstance(cell, float) else str(cell)) for cell in row))
+    if len(frame) > MOST_ROWS:
+        shown.caption = f"and {len(frame) - MOST_ROWS} more rows"
     return shown
 
 
@@ -331,11 +359,13 @@ def _print_json(value: Any) -> None:
 
 def main() -> None:
     """Bad input is one line on standard error and an exit code, never a traceback."""
+    from nestfed.staged import AllDiverged
+
     try:
         app()
     except UserError as error:
         print(f"nestfed: {error}", file=sys.stderr)
+        raise SystemExit(3 if isinstance(error, AllDiverged) else 1) from None
+    except OSError as error:
+        print(f"nestfed: {error.filename or 'a file'}: {error.strerror or error}.", file=sys.stderr)
         raise SystemExit(1) from None
-    except (Interrupted, KeyboardInterrupt) as error:
-        print(f"nestfed: {error or 'interrupted.'}", file=sys.stderr)
-        raise SystemExit(130) from None

@@ -6,10 +6,11 @@ clients are laid out, scheduled or connected.
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
@@ -31,6 +32,13 @@ Scratch = Annotated[Any, "scratch"]  # a State field that lives within one round
 
 class UserError(ValueError):
     """A mistake in what the user gave: the message says what was given, what was expected and what to do."""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, whatever its case."""
+    lower = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(str(name).lower(), lower, n=1)
+    return lower[found[0]] if found else None
 
 
 # ------------------------------------------------------------------------------------------------- settings
@@ -239,6 +247,12 @@ class ClientRows:
         constants = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *jnp.shape(a))), self.constants)
         return dataclasses.replace(self, constants=constants).as_batch(rows)
 
+    def all_rows(self, count: int) -> tuple[PyTree, Array]:
+        """The first rows of this client, as many as `count` allows, and which of the `count` entries they fill; the
+        others repeat the last row."""
+        positions = jnp.arange(count, dtype=self.offset.dtype)
+        return _all_rows(self.columns, self.offset, self.size, positions), positions < self.size
+
     def draw(self, key: Array, count: int) -> PyTree:
         """A batch of `count` of this client's rows; a client with constants only always gives these."""
         return self.as_batch(None if self.columns is None else self.draw_rows(key, count))
@@ -275,6 +289,11 @@ def _draw_rows(columns, offset, size, key, count):  # under jit for its name, by
     # In bounds by construction; the promise spares a comparison per element.
     rows = offset + random_indices(key, count, size)
     return jax.tree.map(lambda column: column.at[rows].get(mode="promise_in_bounds"), columns)
+
+
+@jax.jit
+def _all_rows(columns, offset, size, positions):  # under jit for its name, as above
+    return jax.tree.map(lambda column: jnp.asarray(column)[offset + jnp.minimum(positions, size - 1)], columns)
 
 
 @struct

@@ -23,7 +23,13 @@ from nestfed.core import Algorithm, Cohort, Task, UserError
 from nestfed.problems import ORACLE_KINDS
 from nestfed.program import INITIALISE, Call, Exchange, Seat, Step, as_float, run_round, seated, take_step
 
-_DRAW, _MEAN, _QUESTION, _GATHER, _ORACLE = "_draw_rows", "fed_mean", "fed_question", "fed_gather", "oracle_"
+_DRAWS, _MEAN, _QUESTION, _GATHER, _ORACLE = (
+    ("_draw_rows", "_all_rows"),
+    "fed_mean",
+    "fed_question",
+    "fed_gather",
+    "oracle_",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +147,7 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> N
             counts["down"] += times * _nbytes(equation.outvars)
         elif name == _QUESTION:
             counts["up"] += times * _nbytes(equation.invars)
-        elif name == _DRAW:
+        elif name in _DRAWS:
             counts["samples"] += times * equation.outvars[0].aval.shape[0]
         elif name.startswith(_ORACLE):
             kind, _, method = name.removeprefix(_ORACLE).partition("_")

@@ -5,14 +5,13 @@ A *kind* of task ("fairness") makes a *set-up* of data for every seed. A *method
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pandas as pd
 
 from nestfed.algorithms import make
-from nestfed.core import Algorithm, Task, UserError, validate
+from nestfed.core import Algorithm, Task, UserError, closest, validate
 from nestfed.record import Metric
 
 Setup = Any  # one seed's data, as a kind makes it
@@ -64,6 +63,7 @@ class Kind:
     title: ClassVar[str]
     description: ClassVar[str]
     baseline: ClassVar[str]  # the method that others are compared with
+    usual: ClassVar[tuple[str, ...]]  # the methods of a run that names none
     select: ClassVar[str]  # the metric on validation data that tells most of `score`
     metrics: ClassVar[tuple[Metric, ...]]  # the headline, the most telling first
     steps: int  # local steps of every stage, an option of every kind
@@ -94,7 +94,7 @@ class Kind:
         raise NotImplementedError
 
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
-        """What a person should see of the data before training: (title, table)."""
+        """What a person should see of the columns before training: (title, table)."""
         raise NotImplementedError
 
     def holdings(self, setup: Setup) -> pd.DataFrame:
@@ -104,6 +104,10 @@ class Kind:
     def notes(self, setup: Setup) -> list[str]:
         """Remarks on the data that the report repeats."""
         return []
+
+    def entries(self, metric: str, setup: Setup) -> list[str]:
+        """Names of the entries of a metric that is a vector, for columns of the history."""
+        raise NotImplementedError
 
     def evaluate(self, setup: Setup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
         """(headline metrics of a final state, metrics of slices of the data: kind, slice, split, metric, value)."""
@@ -115,6 +119,6 @@ class Kind:
 
 
 def nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    meant = closest(name, known)
+    hint = f"; did you mean {meant!r}?" if meant else "."
     return f"{hint} Known are {', '.join(known)}."

@@ -1,6 +1,6 @@
 """What a run leaves: one record, and the folder it lies in.
 
-settings.toml      everything that was asked for; `nestfed run settings.toml` repeats it
+settings.toml      everything that was asked for; `nestfed run settings.toml` repeats a run
 about.json         name, command, versions, seeds, data fingerprint, times, what happened
 history.parquet    one row per method, seed, stage and evaluation
 final.parquet      one row per method and seed: the metrics of the output
@@ -44,7 +44,7 @@ class Record:
     history    method, seed, stage, round (counted through the stages), bytes (up and down, all clients together),
                oracle_calls (all clients together), samples, and one column per recorded metric (NaN where a stage does
                not have it)
-    final      method, seed, status ("finished", "diverged", "interrupted"), and one column per metric
+    final      method, seed, status ("finished", "diverged"), and one column per metric
     slices     method, seed, kind ("group", "client"), slice, split ("train", "validation", "test"), metric, value
     holdings   seed, client, group, label, part ("train", "validation", "test"), rows
     """
@@ -71,11 +71,11 @@ class Record:
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "settings.toml", tomli_w.dumps(self.settings).encode())
-        _replace(folder / "about.json", json.dumps({"format": FORMAT} | self.about, indent=2).encode())
-        _replace(folder / "cost.json", json.dumps(self.cost, indent=2).encode())
+        replace_file(folder / "settings.toml", tomli_w.dumps(self.settings).encode())
+        replace_file(folder / "about.json", json.dumps({"format": FORMAT} | self.about, indent=2).encode())
+        replace_file(folder / "cost.json", json.dumps(self.cost, indent=2).encode())
         for name in TABLES:
-            _replace(folder / f"{name}.parquet", getattr(self, name).to_parquet(index=False))
+            replace_file(folder / f"{name}.parquet", getattr(self, name).to_parquet(index=False))
 
     @classmethod
     def load(cls, folder: Path) -> "Record":
@@ -83,11 +83,14 @@ class Record:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; give the folder of a finished run.")
         try:
-            about = json.loads((folder / "about.json").read_text())
+            text = lambda name: (folder / name).read_text(encoding="utf-8")
+            about = json.loads(text("about.json"))
+            if about.get("format") != FORMAT:
+                raise ValueError(f"it has the format {about.get('format')!r}, this version reads {FORMAT!r}")
             return cls(
-                settings=tomllib.loads((folder / "settings.toml").read_text()),
+                settings=tomllib.loads(text("settings.toml")),
                 about=about,
-                cost=json.loads((folder / "cost.json").read_text()),
+                cost=json.loads(text("cost.json")),
                 **{name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES},
             )
         except (OSError, ValueError) as error:
@@ -100,7 +103,7 @@ class Record:
 TABLES = ("history", "final", "slices", "holdings")
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write beside, then rename: a kill leaves the old file or the new one."""
     neighbour = path.with_name(f".{path.name}.part")
     neighbour.write_bytes(content)

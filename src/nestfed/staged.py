@@ -12,11 +12,15 @@ import numpy as np
 from nestfed import cost
 from nestfed.border import cohort_size
 from nestfed.core import Algorithm, Task, UserError
-from nestfed.methods import Kind, Setup
+from nestfed.methods import Kind, Setup, Stage
 from nestfed.simulate import Diverged, simulate
 from nestfed.sweep import sweep
 
 FINISHED, DIVERGED = "finished", "diverged"
+
+
+class AllDiverged(UserError):
+    """No setting of a search came to its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +33,7 @@ class StageTrace:
     participants: np.ndarray
     cost: cost.Cost
     clients: int
+    output: str  # the rule that chose the state it left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +62,18 @@ class Budget:
     cohort: int | float | None = None
     dropout: float = 0.0
     evaluations: int = 100  # about so many in every stage
+    output: str | None = None  # which iterate of the last stage counts; None: what the method's paper returns
 
     def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
         return self.rounds or max(1, kind.steps // algorithm.local_steps)
 
-    def options(self, rounds: int) -> dict[str, Any]:
+    def options(self, rounds: int, kind: Kind, stage: Stage, *, last: bool) -> dict[str, Any]:
+        """Of `simulate` or `sweep`, for one stage; the user's choice of output is about the last one."""
+        output = (self.output if last else None) or stage.output
         return {
             "rounds": rounds,
+            "output": output,
+            "select": kind.select if output == "best" else None,
             "cohort": self.cohort,
             "dropout": self.dropout,
             "evaluate_every": max(1, rounds // self.evaluations),
@@ -86,32 +96,34 @@ def bounded(several: Sequence[dict[int, Setup]]) -> list[dict[int, Setup]]:
 def run_method(
     kind: Kind,
     name: str,
+    algorithms: Sequence[Algorithm],
     setup: Setup,
     seed: int,
-    changes: Mapping[str, Any],
     budget: Budget,
     *,
-    checkpoints: Path | None,
-    resume: bool,
-    progress: bool | None,
+    checkpoints: Path | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
 ) -> Trace:
-    """One seed of a method through all its stages; a stage that diverges is the last one."""
+    """One seed of a method, given the algorithm of every stage; a stage that diverges is the last one."""
     method = kind.method(name)
-    trace = Trace(name, seed, dict(changes))
-    for stage, algorithm in zip(method.stages, method.algorithms(setup, changes), strict=True):
+    trace = Trace(name, seed, {})
+    for stage, algorithm in zip(method.stages, algorithms, strict=True):
         task = stage.task(setup, trace.server)
-        options = budget.options(budget.rounds_of(kind, algorithm))
+        options = budget.options(
+            budget.rounds_of(kind, algorithm), kind, stage, last=len(trace.stages) + 1 == len(method.stages)
+        )
         title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
         try:
             result, status = simulate(
-                algorithm, task, seed, **options, output=stage.output, title=title, progress=progress, resume=resume,
+                algorithm, task, seed, **options, title=title, progress=progress, resume=resume,
                 checkpoint=None if checkpoints is None else checkpoints / f"{name}-seed{seed}-{stage.name}.npz",
             ), FINISHED  # fmt: skip
         except Diverged as error:
             result, status = error.result, DIVERGED
         done = StageTrace(
             stage.name, options["rounds"], result.history, result.participants, ledger(algorithm, task, budget.cohort),
-            task.clients,
+            task.clients, options["output"],
         )  # fmt: skip
         trace = trace.extended(done, result.output, status, {})
         if status == DIVERGED:
@@ -135,57 +147,80 @@ def sweep_method(
 ) -> list[Trace]:
     """All combinations of a grid x all seeds, side by side. A grid may reach into every stage (`model.lr`): each stage
     runs its own combinations on everything that the stages before have left."""
-    method = kind.method(name)
-    first = next(iter(setups.values()))
     traces = [Trace(name, seed, dict(changes)) for seed in setups]
-    for number, stage in enumerate(method.stages):
-        own = {key: values for key, values in grid.items() if method.stage_of(key) == number}
-        combinations = [dict(zip(own, values, strict=True)) for values in itertools.product(*own.values())]
-        algorithms = [method.algorithms(first, {**changes, **combination})[number] for combination in combinations]
-        tasks = [stage.task(setups[trace.seed], trace.server) for trace in traces]
-        extended: list[Trace] = []
-        lengths = [budget.rounds_of(kind, algorithm) for algorithm in algorithms]
-        for rounds in sorted(set(lengths)):
-            members = [i for i, length in enumerate(lengths) if length == rounds]
-            done = sweep(
-                [algorithms[i] for i in members], tasks, [trace.seed for trace in traces],
-                **budget.options(rounds), output=stage.output, title=f"{method.title}, {stage.name}",
-                progress=progress,
-            )  # fmt: skip
-            for row, i in enumerate(members):
-                price = ledger(algorithms[i], tasks[0], budget.cohort)
-                for column, trace in enumerate(traces):
-                    history = {
-                        key: values if key == "round" else values[row, column] for key, values in done.history.items()
-                    }
-                    one = jax.tree.map(lambda a: np.asarray(a[column]), done.runs[row])
-                    stage_trace = StageTrace(
-                        stage.name, rounds, history, done.participants[row, column], price, tasks[0].clients
-                    )
-                    status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
-                    server = one.server if one.output is None else one.output.server
-                    extended.append(trace.extended(stage_trace, server, status, combinations[i]))
-        traces = extended
+    for _ in kind.method(name).stages:
+        traces = sweep_next_stage(kind, setups, traces, grid, budget, progress=progress)
     return traces
 
 
-def score_of(kind: Kind, trace: Trace) -> float:
-    """What settings are chosen by; infinite for a run that diverged."""
+def sweep_next_stage(
+    kind: Kind,
+    setups: Mapping[int, Setup],
+    traces: Sequence[Trace],
+    grid: Mapping[str, Sequence[Any]],
+    budget: Budget,
+    *,
+    progress: bool | None = None,
+) -> list[Trace]:
+    """The next stage of unfinished traces of one method, for all combinations of its own part of the grid."""
+    method, number = kind.method(traces[0].method), len(traces[0].stages)
+    stage, first = method.stages[number], next(iter(setups.values()))
+    own = {key: values for key, values in grid.items() if method.stage_of(key) == number}
+    combinations = [dict(zip(own, values, strict=True)) for values in itertools.product(*own.values())]
+    # Earlier stages' settings differ between the traces, this one's do not: any trace's will do.
+    algorithms = [method.algorithms(first, {**traces[0].changes, **chosen})[number] for chosen in combinations]
+    tasks = [stage.task(setups[trace.seed], trace.server) for trace in traces]
+    extended: list[Trace] = []
+    lengths = [budget.rounds_of(kind, algorithm) for algorithm in algorithms]
+    for rounds in sorted(set(lengths)):
+        members = [i for i, length in enumerate(lengths) if length == rounds]
+        options = budget.options(rounds, kind, stage, last=number == len(method.stages) - 1)
+        done = sweep(
+            [algorithms[i] for i in members], tasks, [trace.seed for trace in traces], **options,
+            title=f"{method.title}, {stage.name}", progress=progress,
+        )  # fmt: skip
+        for row, i in enumerate(members):
+            price = ledger(algorithms[i], tasks[0], budget.cohort)
+            for column, trace in enumerate(traces):
+                own_part = lambda key, values: values if key == "round" else values[row, column]
+                history = {key: own_part(key, values) for key, values in done.history.items()}
+                one = jax.tree.map(lambda a: np.asarray(a[column]), done.runs[row])
+                passed = StageTrace(
+                    stage.name,
+                    rounds,
+                    history,
+                    done.participants[row, column],
+                    price,
+                    tasks[0].clients,
+                    options["output"],
+                )
+                status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
+                server = one.server if one.output is None else one.output.server
+                extended.append(trace.extended(passed, server, status, combinations[i]))
+    return extended
+
+
+def score_of(kind: Kind, setups: Mapping[int, Setup], trace: Trace) -> float:
+    """What settings are chosen by, of the state that the last stage left; infinite for a run that diverged."""
     if trace.status == DIVERGED:
         return np.inf
-    final = {name: float(values[-1]) for name, values in trace.stages[-1].history.items() if values.ndim == 1}
+    stage = trace.stages[-1]
+    if stage.output == "last":  # measured already
+        final = {name: float(values[-1]) for name, values in stage.history.items() if values.ndim == 1}
+    else:
+        final, _ = kind.evaluate(setups[trace.seed], trace.server)
     score = kind.score(final)
     return score if np.isfinite(score) else np.inf
 
 
-def best_changes(kind: Kind, traces: Sequence[Trace]) -> dict[str, Any]:
+def best_changes(kind: Kind, setups: Mapping[int, Setup], traces: Sequence[Trace]) -> dict[str, Any]:
     """The settings with the smallest score on validation data, averaged over seeds. A setting of which any seed
     diverged is passed over."""
     scores: dict[tuple, list[float]] = {}
     for trace in traces:
-        scores.setdefault(tuple(trace.changes.items()), []).append(score_of(kind, trace))
+        scores.setdefault(tuple(trace.changes.items()), []).append(score_of(kind, setups, trace))
     means = {key: float(np.mean(values)) for key, values in scores.items()}
     best = min(means, key=lambda key: means[key])
     if not np.isfinite(means[best]):
-        raise UserError(f"every setting of {traces[0].method} diverged; give smaller step sizes.")
+        raise AllDiverged(f"every setting of {traces[0].method} diverged; give smaller step sizes.")
     return dict(best)

@@ -4,29 +4,34 @@ Each takes the name of a task and plain settings, leaves a folder of files, and 
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
+import numbers
 import os
 import platform
 import shlex
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import pandas as pd
 import tomli_w
 
+from nestfed.border import OUTPUTS, cohort_size
 from nestfed.checkpoint import fingerprint
 from nestfed.core import UserError
 from nestfed.methods import Kind, Setup, nearest
-from nestfed.record import Record
+from nestfed.record import Record, replace_file
 from nestfed.report import tables, write_report
 from nestfed.report.studies import sweep_figure
-from nestfed.simulate import Interrupted
+from nestfed.simulate import start
 from nestfed.staged import (
     DIVERGED,
     FINISHED,
@@ -91,31 +96,35 @@ class Request:
     cohort: int | float | None = None
     dropout: float = 0.0
     evaluations: int = 100
+    output: str | None = None
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Request":
         """From flat settings: those of a run, and options of its task."""
-        own = [field.name for field in dataclasses.fields(cls) if field.name != "options"]
-        kind = find_task(settings.get("task", "fairness"))
-        known = [*own, *(field.name for field in dataclasses.fields(kind))]
+        own = {name: hint for name, hint in get_type_hints(cls).items() if name != "options"}
+        kind = find_task(_checked("task", settings.get("task", "fairness"), str))
+        of_task = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+        known = own | of_task
         for key in settings:
             if key not in known:
                 raise UserError(f"there is no setting {key!r} for the task {kind.name}{nearest(key, known)}")
-        given = {key: value for key, value in settings.items() if value is not None}
-        options = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if key not in own}
+        given = {key: _checked(key, value, known[key]) for key, value in settings.items() if value is not None}
+        options = {key: value for key, value in given.items() if key not in own}
         return cls(**{key: value for key, value in given.items() if key in own}, options=options)
 
     @property
     def kind(self) -> Kind:
-        return find_task(self.task).from_options(self.options)
+        # FCFL changes its rule after a share of all steps: with `rounds` given, they say how many there are.
+        steps = {"steps": self.rounds} if self.rounds else {}
+        return find_task(self.task).from_options({**self.options, **steps})
 
     @property
     def methods(self) -> list[str]:
         kind = find_task(self.task)
-        chosen = kind.baseline if self.algorithm is None else self.algorithm
-        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        chosen = kind.usual if self.algorithm is None else self.algorithm
+        names = [chosen.lower()] if isinstance(chosen, str) else [name.lower() for name in chosen]
         for name in names:
             if name not in kind.methods:
                 raise UserError(f"{name!r} is no method for the task {kind.name}{nearest(name, kind.methods)}")
@@ -125,42 +134,42 @@ class Request:
 
     @property
     def seed_list(self) -> list[int]:
-        if isinstance(self.seeds, int) and not isinstance(self.seeds, bool) and self.seeds >= 1:
-            return list(range(self.seeds))
-        numbers = [] if isinstance(self.seeds, (int, str)) else list(self.seeds)
-        if not numbers or len(set(numbers)) != len(numbers) or not all(isinstance(n, int) for n in numbers):
+        numbers = list(range(self.seeds)) if isinstance(self.seeds, int) else list(self.seeds)
+        if not numbers or len(set(numbers)) != len(numbers) or min(numbers) < 0:
             raise UserError(f"seeds={self.seeds!r} was given; give a number of seeds, or a list of different ones.")
         return numbers
 
     @property
     def budget(self) -> Budget:
         for name, value in (("rounds", self.rounds), ("evaluations", self.evaluations)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and value < 1:
                 raise UserError(f"{name}={value!r} was given; it must be a whole number, 1 or more.")
-        return Budget(self.rounds, self.cohort, self.dropout, self.evaluations)
+        if self.output is not None and self.output not in OUTPUTS:
+            raise UserError(f"output={self.output!r} was given; use one of {', '.join(OUTPUTS)}.")
+        return Budget(self.rounds, self.cohort, self.dropout, self.evaluations, self.output)
 
     def changes(self, method: str) -> dict[str, Any]:
         """The user's settings of one method: `lr` is for all of them, `fedbio.lr` for one."""
-        flat, known = _flat(self.set), find_task(self.task).methods
-        mine = {}
-        for key, value in flat.items():
+        known = find_task(self.task).methods
+        general, mine = {}, {}
+        for key, value in flat(self.set).items():
             head, _, tail = key.partition(".")
             if head not in known:
-                mine[key] = value
+                general[key] = value
             elif head not in self.methods:
                 raise UserError(f"a setting of {head!r} was given, but {head!r} is not among {self.methods}.")
             elif head == method:
                 mine[tail] = value
-        return mine
+        return general | mine  # what is said of one method wins over what is said of all
 
     def settings(self) -> dict[str, Any]:
         """As a TOML file says it."""
-        flat = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
-        for name in ("rounds", "cohort", "dropout", "evaluations"):
+        said = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
+        for name in ("rounds", "cohort", "dropout", "evaluations", "output"):
             if getattr(self, name) != getattr(Request, name):
-                flat[name] = getattr(self, name)
-        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in flat.items()}
-        return plain | ({"set": _flat(self.set)} if self.set else {})
+                said[name] = getattr(self, name)
+        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in said.items()}
+        return plain | ({"set": flat(self.set)} if self.set else {})
 
     def command(self, verb: str = "run") -> str:
         """The same as a command line."""
@@ -168,7 +177,8 @@ class Request:
         for name in self.methods:
             words += ["--algorithm", name]
         seeds = self.seed_list
-        words += ["--seeds", str(len(seeds)) if seeds == list(range(len(seeds))) else ",".join(map(str, seeds))]
+        listed = ",".join(map(str, seeds)) + "," * (len(seeds) == 1)  # "7," is seed 7, "7" are seven seeds
+        words += ["--seeds", str(len(seeds)) if seeds == list(range(len(seeds))) else listed]
         for key, value in self.settings().items():
             if key in ("task", "algorithm", "seeds", "set"):
                 continue
@@ -178,7 +188,7 @@ class Request:
             else:
                 for one in value if isinstance(value, list) else [value]:
                     words += [flag, str(one)]
-        for key, value in _flat(self.set).items():
+        for key, value in flat(self.set).items():
             words += ["--set", f"{key}={value}"]
         return shlex.join(words)
 
@@ -189,10 +199,43 @@ def find_task(name: str) -> type[Kind]:
     return TASKS[name]
 
 
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """A value of the type that the setting has, with what a file or a shell cannot say exactly converted."""
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
+    if typing.get_origin(hint) in (tuple, Sequence, Mapping):
+        kinds = [hint]
+    for kind in kinds:
+        fitting = _fitting(name, value, kind)
+        if fitting is not None:
+            return fitting
+    if str in kinds and isinstance(value, (int, float, Path)):
+        return str(value)
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Mapping: "a table"}
+    wanted = [words.get(typing.get_origin(kind) or kind, "a list") for kind in kinds]
+    raise UserError(f"{name}={value!r} was given; it must be {' or '.join(wanted)}.")
+
+
+def _fitting(name: str, value: Any, kind: Any) -> Any:
+    """The value as one of this kind, or None."""
+    origin = typing.get_origin(kind) or kind
+    if isinstance(value, bool) or origin is bool:
+        return value if isinstance(value, bool) and origin is bool else None
+    if origin is int:
+        return int(value) if isinstance(value, numbers.Integral) else None
+    if origin is float:
+        return float(value) if isinstance(value, numbers.Real) else None
+    if origin in (str, Mapping):
+        return value if isinstance(value, origin) else None
+    if isinstance(value, str):  # one of what may be several
+        return (value,) if origin is tuple else None
+    entry = typing.get_args(kind)[0]
+    return tuple(_checked(name, one, entry) for one in value) if isinstance(value, Sequence) else None
+
+
 def read_settings(path: str | Path) -> dict[str, Any]:
     """The settings of a TOML file."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -209,94 +252,130 @@ def run(
 ) -> Study:
     """Train one or several methods on a named task and write everything to a folder.
 
-    algorithm      one method or several; the first of them, or FedAvg if it is there, is what others are compared with
+    algorithm      one method or several (FedAvg and FedBiO); the others are compared with FedAvg, or with the first
     seeds          a number, or a list; a seed decides the split, the dealing to clients, the start and the batches
     rounds         of every stage; without it the task's number of local steps decides
     cohort, dropout, evaluations     as in `simulate`; about `evaluations` evaluations in every stage
+    output         which iterate counts: "last", "average", "random", or "best" on validation data
     set            settings of the algorithms: {"lr": 0.1, "fedbio.lower_lr": 0.5, "model.lr": 1.0}
     out, resume    the folder (runs/<name>); resume=True goes on with what is there
     and the options of the task, for fairness: data, label, group, clients, partition, features, model, ...
     """
     request = Request.of({"task": task, **settings})
     kind, methods, budget = request.kind, request.methods, request.budget
-    folder = Path(out) if out is not None else _fresh_folder(request)
-    _open_folder(folder, request, resume)
+    folder = Path(out) if out is not None else _fresh(RUNS / _stem(request))
+    _check_folder(folder, request, resume)
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
     setups = make_setups(kind, request.seed_list)
     first = next(iter(setups.values()))
-    for name in methods:  # a wrong setting of the last method shows before the first one trains
-        kind.method(name).algorithms(first, request.changes(name))
+    # A wrong setting of the last method shows before the first one trains, and before anything is written.
+    algorithms = {name: kind.method(name).algorithms(first, request.changes(name)) for name in methods}
+    cohort_size(budget.cohort, first.rows.clients)
+    _write_settings(folder, request)
 
-    traces = []
-    for name in methods:
-        for seed, setup in setups.items():
-            try:
-                trace = run_method(
-                    kind, name, setup, seed, request.changes(name), budget, checkpoints=folder / "checkpoints",
-                    resume=resume, progress=progress,
-                )  # fmt: skip
-            except Interrupted as error:
-                again = f"go on with: nestfed run {shlex.quote(str(folder / 'settings.toml'))} --resume"
-                raise Interrupted(f"{name}, seed {seed}: {error} {again}", error.result) from None
-            traces.append(trace)
-    record = make_record(
-        kind, setups, traces, settings=request.settings(), command=request.command(), name=folder.name,
-        methods=methods, seconds=time.monotonic() - began, started=started.isoformat(timespec="seconds"),
-    )  # fmt: skip
-    models = {}
-    for trace in traces:
-        if trace.status == FINISHED:
-            models[trace.method, trace.seed] = kind.trained(setups[trace.seed], trace.server)
-            models[trace.method, trace.seed].save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
-    record.save(folder)
-    write_report(record, folder)
+    with _saying_how_to_go_on(folder):
+        traces = [
+            run_method(
+                kind, name, algorithms[name], setup, seed, budget, checkpoints=folder / "checkpoints", resume=resume,
+                progress=progress,
+            )
+            for name in methods
+            for seed, setup in setups.items()
+        ]  # fmt: skip
+        record = make_record(
+            kind, setups, traces, settings=request.settings(), command=request.command(), name=folder.name,
+            methods=methods, seconds=time.monotonic() - began, started=started.isoformat(timespec="seconds"),
+        )  # fmt: skip
+        models = {}
+        for trace in traces:
+            if trace.status == FINISHED:
+                models[trace.method, trace.seed] = kind.trained(setups[trace.seed], trace.server)
+                models[trace.method, trace.seed].save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
+        record.save(folder)
+        write_report(record, folder)
     return Study(folder, record, models)
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        again = f"Go on with: nestfed run {shlex.quote(str(folder / 'settings.toml'))} --resume"
+        raise Stopped(f"{str(error) or 'interrupted.'} {again}") from None
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C during a run; the message says how to go on."""
 
 
 def describe_data(task: str = "fairness", **settings: Any) -> list[tuple[str, pd.DataFrame]]:
     """What a person should see of the data before training: (title, table)."""
-    return Request.of({"task": task, **settings}).kind.summary()
+    request = Request.of({"task": task, **settings})
+    kind, seed = request.kind, request.seed_list[0]
+    holdings: Any = kind.holdings(kind.set_up(seed))
+    holdings = holdings.assign(group="rows of " + holdings.group)  # a group may be called "client"
+    held = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0, sort=False)
+    return [
+        *kind.summary(),
+        (f"Who holds what, seed {seed}", held.assign(**{"all rows": held.sum(axis=1)}).reset_index()),
+    ]
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys."""
-    flat = {}
+    dotted = {}
     for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return dotted
 
 
-def _fresh_folder(request: Request) -> Path:
-    """runs/<task>-<data>-<methods>, with a number if it exists."""
+def _stem(request: Request) -> str:
+    """<task>-<data>-<methods>"""
     data = Path(str(request.options.get("data", ""))).stem
     methods = request.methods if len(request.methods) < 4 else [*request.methods[:2], "and-others"]
-    stem = "-".join(word for word in (request.task, data, *methods) if word)
-    for number in range(1, 10_000):
-        folder = RUNS / (stem if number == 1 else f"{stem}-{number}")
-        if not folder.exists():
-            return folder
-    raise UserError(f"{RUNS} has too many folders {stem}-...; give out= a name.")
+    return "-".join(word for word in (request.task, data, *methods) if word)
 
 
-def _open_folder(folder: Path, request: Request, resume: bool) -> None:
-    """Write the settings first: a killed run can go on. What is there already is never overwritten by another run."""
-    path = folder / "settings.toml"
-    if path.exists():
-        theirs = read_settings(path)
+def _fresh(folder: Path) -> Path:
+    """The folder, or the next number beside it."""
+    candidates = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def _claimed(out: str | Path | None, usual: Path) -> Path:
+    """A new folder, made before the work: what cannot be written shows at once."""
+    folder = Path(out) if out is not None else _fresh(usual)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists; give another folder (--out).")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _check_folder(folder: Path, request: Request, resume: bool) -> None:
+    """What is there already is never overwritten by another run."""
+    if (folder / "settings.toml").exists():
+        theirs, ours = read_settings(folder / "settings.toml"), request.settings()
         if not resume:
             raise UserError(f"{folder} holds a run already; give resume (--resume), or another folder (--out).")
-        if theirs != request.settings():
-            different = [k for k in theirs | request.settings() if theirs.get(k) != request.settings().get(k)]
+        if theirs != ours:
+            different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
             raise UserError(
                 f"{folder} holds a run with other settings ({', '.join(different)}); give those, or another folder."
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not the folder of a run; give another one.")
+
+
+def _write_settings(folder: Path, request: Request) -> None:
+    """Before training: a killed run can go on."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(tomli_w.dumps(request.settings()), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}.") from error
+        content = tomli_w.dumps(request.settings())
+    except TypeError as error:
+        raise UserError(f"a setting cannot be written to a file: {error}. Use numbers, texts and switches.") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "settings.toml").exists():
+        replace_file(folder / "settings.toml", content.encode())
 
 
 # ------------------------------------------------------------------------------------------------- record
@@ -346,18 +425,19 @@ def make_record(
             "status": DIVERGED if failed else FINISHED,
             "notes": [*kind.notes(first), *failed],
         },
-        history=pd.concat([history_frame(trace) for trace in traces], ignore_index=True),
+        history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
         final=pd.DataFrame(finals),
         slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
         holdings=pd.concat(holdings, ignore_index=True),
-        cost={trace.method: cost_of(trace) for trace in traces},
+        # Of the seed that came furthest: one that diverged early has not seen all stages.
+        cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
     )
 
 
 SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")
 
 
-def history_frame(trace: Trace) -> pd.DataFrame:
+def history_frame(kind: Kind, setup: Setup, trace: Trace) -> pd.DataFrame:
     """One row per evaluation; rounds, bytes and work are counted through all the stages."""
     frames, before = [], {"round": 0, "bytes": 0, "oracle_calls": 0, "samples": 0}
     for stage in trace.stages:
@@ -365,7 +445,11 @@ def history_frame(trace: Trace) -> pd.DataFrame:
         totals = stage.cost.totals(stage.participants, stage.clients)
         columns = {"round": before["round"] + rounds}
         columns |= {name: before[name] + total[rounds] for name, total in totals.items()}
-        columns |= {name: v for name, v in stage.history.items() if name != "round" and v.ndim == 1}
+        for name, values in stage.history.items():
+            if values.ndim == 2:
+                columns |= dict(zip(kind.entries(name, setup), values.T, strict=True))
+            elif name != "round":
+                columns[name] = values
         frame = pd.DataFrame(columns)
         frame.insert(0, "stage", stage.name)
         frames.append(frame)
@@ -416,42 +500,60 @@ def sweep(
     """Try all combinations of a grid of settings, side by side, and choose by validation data, never by test data.
 
     `grid` maps settings of one method to values: {"lr": [0.01, 0.1, 1.0], "model.lr": [0.1, 1.0]}; the other arguments
-    are those of `run`.
+    are those of `run`. A grid may also reach numbers of the task itself (penalty, gap).
     """
     request = Request.of({"task": task, **settings})
-    if len(request.methods) != 1:
-        raise UserError(f"a sweep is of one algorithm; {', '.join(request.methods)} were given.")
+    if request.algorithm is None or len(request.methods) != 1:
+        raise UserError("a sweep is of one method; name it with algorithm= (--algorithm on the command line).")
     if not grid or not all(grid.values()):
         raise UserError("a sweep needs a grid of values, for example lr=0.01,0.1,1 (--grid on the command line).")
-    (name,), kind, budget = request.methods, request.kind, request.budget
-    folder = Path(out) if out is not None else RUNS / f"sweep-{request.task}-{name}"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists; give another folder (--out).")
+    (name,), kind = request.methods, request.kind
+    budget = dataclasses.replace(request.budget, evaluations=min(request.evaluations, 10))
     setups = make_setups(kind, request.seed_list)
-    few = dataclasses.replace(budget, evaluations=min(budget.evaluations, 10))
-    traces = sweep_method(kind, name, setups, request.changes(name), grid, few, progress=progress)
-    best = best_changes(kind, traces)
-    table = sweep_table(kind, traces, list(grid))
-    chosen = dataclasses.replace(request, set=best)
-    folder.mkdir(parents=True, exist_ok=True)
+    # Settings of the task itself (penalty, gap) change its numbers, not its programs.
+    of_task = {key: values for key, values in grid.items() if key in _number_options(kind)}
+    rest = {key: values for key, values in grid.items() if key not in of_task}
+    variants = [dict(zip(of_task, values, strict=True)) for values in itertools.product(*of_task.values())]
+    kinds = [find_task(request.task).from_options({**request.options, **variant}) for variant in variants]
+    for combination in itertools.product(*rest.values()):  # a wrong setting shows before anything runs
+        kind.method(name).algorithms(
+            next(iter(setups.values())), {**request.changes(name), **dict(zip(rest, combination, strict=True))}
+        )
+    folder = _claimed(out, RUNS / f"sweep-{request.task}-{name}")
+    traces = []
+    for variant, changed in zip(variants, kinds, strict=True):
+        own = {seed: dataclasses.replace(setup, kind=changed) for seed, setup in setups.items()}
+        done = sweep_method(changed, name, own, request.changes(name), rest, budget, progress=progress)
+        traces += [dataclasses.replace(trace, changes={**variant, **trace.changes}) for trace in done]
+    table = sweep_table(kind, setups, traces, list(grid))
     tables.write(table, folder, "sweep")
     figure = sweep_figure(table, list(grid), "score", kind.method(name).title)
     figure.savefig(folder / "sweep.png", dpi=160)
     figure.savefig(folder / "sweep.svg")
+    best = best_changes(kind, setups, traces)
+    chosen = dataclasses.replace(
+        request,
+        options={**request.options, **{key: value for key, value in best.items() if key in of_task}},
+        set={key: value for key, value in best.items() if key not in of_task},
+    )
     (folder / "best.toml").write_text(tomli_w.dumps(chosen.settings()), encoding="utf-8")
     return Search(folder, table, best, chosen.command())
 
 
-def sweep_table(kind: Kind, traces: Sequence[Trace], keys: Sequence[str]) -> pd.DataFrame:
+def _number_options(kind: Kind) -> list[str]:
+    """Options of a task that are plain numbers: they can be swept."""
+    hints = get_type_hints(type(kind))
+    return [field.name for field in dataclasses.fields(kind) if hints[field.name] is float]
+
+
+def sweep_table(kind: Kind, setups: Mapping[int, Setup], traces: Sequence[Trace], keys: Sequence[str]) -> pd.DataFrame:
     """One row per setting, best first: its score on validation data, and every recorded metric beside it."""
     rows = []
     for trace in traces:
         last = {name: v[-1] for name, v in trace.stages[-1].history.items() if name != "round" and v.ndim == 1}
-        values = {name: float(value) for name, value in last.items()}
-        failed = trace.status == DIVERGED
-        rows.append(
-            {key: trace.changes[key] for key in keys} | {"score": score_of(kind, trace)} | values | {"diverged": failed}
-        )
+        row: dict[str, Any] = {key: trace.changes[key] for key in keys}
+        row |= {"score": score_of(kind, setups, trace)} | {name: float(value) for name, value in last.items()}
+        rows.append(row | {"diverged": trace.status == DIVERGED})
     grouped: Any = pd.DataFrame(rows).groupby(list(keys), sort=False, as_index=False)
     means = grouped.mean(numeric_only=True).drop(columns="diverged")
     table = means.merge(grouped["diverged"].sum(), on=list(keys))
@@ -466,14 +568,15 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
     if len(folders) < 2:
         raise UserError("compare needs at least two folders of runs.")
     records = [Record.load(Path(folder)) for folder in folders]
+    names = [Path(folder).resolve().name for folder in folders]
     first = records[0].about
     for folder, record in zip(folders, records, strict=True):
         if record.about["task"] != first["task"]:
             raise UserError(f"{folder} is a run of {record.about['task']}, {folders[0]} of {first['task']}.")
     counted = collections.Counter(method for record in records for method in record.methods)
     labels = [
-        {m: m if counted[m] == 1 else f"{m} ({Path(folder).name})" for m in record.methods}
-        for folder, record in zip(folders, records, strict=True)
+        {m: m if counted[m] == 1 else f"{m} ({name})" for m in record.methods}
+        for name, record in zip(names, records, strict=True)
     ]
     if len(set(sum((list(label.values()) for label in labels), []))) != counted.total():
         raise UserError("two of the folders have the same name and the same methods; rename one.")
@@ -485,8 +588,8 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         ignore_index=True,
     )
     titles = {
-        label[m]: record.title(m) if counted[m] == 1 else f"{record.title(m)} ({Path(folder).name})"
-        for folder, record, label in zip(folders, records, labels, strict=True)
+        label[m]: record.title(m) if counted[m] == 1 else f"{record.title(m)} ({name})"
+        for name, record, label in zip(names, records, labels, strict=True)
         for m in record.methods
     }
     baseline = first["baseline"]
@@ -495,9 +598,7 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         notes.insert(
             0, "The runs have different data or splits: equal seeds do not pair, read the differences with care."
         )
-    folder = Path(out) if out is not None else RUNS / "compare-{}".format("-".join(Path(f).name for f in folders))
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists; give another folder (--out).")
+    folder = _claimed(out, RUNS / f"compare-{'-'.join(names)}")
     record = Record(
         settings={"compared": [str(folder) for folder in folders]},
         about=first
@@ -557,6 +658,4 @@ def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
 
 def _started(algorithm: Any, task: Any) -> Any:
     """The server's state at the start, in place of what the stage would leave: for shapes."""
-    from nestfed.simulate import start
-
     return start(algorithm, task, 0).server

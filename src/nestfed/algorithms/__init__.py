@@ -1,7 +1,6 @@
 """All algorithms by name. To add one: write its file, add its row here, add its row to tests/cases.py."""
 
 import dataclasses
-import difflib
 from typing import Any
 
 from nestfed.algorithms.fcfl import FCFL
@@ -13,7 +12,7 @@ from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from nestfed.algorithms.fedopt import FedAdagrad, FedAdam, FedOpt, FedYogi
 from nestfed.algorithms.scaffold import Scaffold
 from nestfed.algorithms.simfbo import ShroFBO, SimFBO
-from nestfed.core import Algorithm, UserError, validate
+from nestfed.core import Algorithm, UserError, closest, validate
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -79,5 +78,5 @@ def make(name: str, **settings: Any) -> Algorithm:
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else "."
+    meant = closest(name, known)
+    return f"; did you mean {meant!r}?" if meant else "."

@@ -1,7 +1,6 @@
 """A table whose columns have roles, and what can be said about it before anything is trained."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from nestfed.core import UserError
+from nestfed.core import UserError, closest
 
 Column = Any  # pd.Series; pandas is typed too loosely for a checker
 
@@ -195,10 +194,9 @@ def listing(values: Iterable[Any], most: int = 10) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The most similar known name, in words that follow the unknown one; nothing if none is similar."""
-    lower = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(name.lower(), lower, n=1)
-    return f" (nearest: {lower[found[0]]!r})" if found else ""
+    """ " (nearest: 'x')" for the most similar known name, or nothing."""
+    meant = closest(name, known)
+    return f" (nearest: {meant!r})" if meant else ""
 
 
 def check_column(columns: Iterable[str], name: str, role: str, table: str) -> None:

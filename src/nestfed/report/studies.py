@@ -76,7 +76,7 @@ def against_published(table: Any) -> Figure:
 
 
 def sweep_figure(table: Any, keys: Sequence[str], metric: str, title: str) -> Figure:
-    """The metric that decides against one setting (a line), or two (a map), or all of them in order (bars); `table` is a
+    """The metric that decides against one setting (a line), two (a map), or all of them in order (bars); `table` is a
     DataFrame with a row per setting."""
     usable = table[np.isfinite(table[metric].to_numpy(float)) & (table["diverged"] == 0)]
     numeric = [key for key in keys if pd.api.types.is_numeric_dtype(table[key])]

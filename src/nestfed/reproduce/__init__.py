@@ -1,5 +1,6 @@
 """Experiments of the papers, repeated: numbers beside the published ones, and a verdict on every claim."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,4 +21,5 @@ def reproduce(
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty; give another folder (--out).")
     folder.mkdir(parents=True, exist_ok=True)
-    return EXPERIMENTS[experiment](folder, quick=quick, progress=progress)
+    words = ["nestfed", "reproduce", experiment, *(["--quick"] if quick else []), "--out", str(folder)]
+    return EXPERIMENTS[experiment](folder, shlex.join(words), quick=quick, progress=progress)

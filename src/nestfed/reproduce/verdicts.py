@@ -17,6 +17,7 @@ class Claim:
     compared: str
     results: Mapping[str, Paired]  # case -> paired difference over seeds
     verdict: str
+    level: float = 0.0  # what the differences are tested against
 
 
 def claims_table(claims: Sequence[Claim]) -> pd.DataFrame:
@@ -38,9 +39,14 @@ def markdown_claims(claims: Sequence[Claim]) -> str:
     lines = []
     for claim in claims:
         lines.append(f"{claim.number}. {claim.text} **{claim.verdict[0].upper()}{claim.verdict[1:]}.**")
-        lines.append(f"   Compared: {claim.compared}; mean over seeds [95 % interval of paired differences].")
+        lines.append(
+            f"   Compared: {claim.compared}; mean over seeds [95 % interval of paired differences], p of the paired "
+            f"t-test against {claim.level:g}."
+        )
         for case, r in claim.results.items():
-            interval = f"[{r.low:.4g}, {r.high:.4g}], p = {r.p:.2g}" if r.n > 1 else "(one seed)"
+            interval = f"[{r.low:.4g}, {r.high:.4g}], p = {r.p:.2g}" if r.n > 1 else f"({r.n} seeds)"
+            if r.n > 1 and r.low == r.high:
+                interval = "in every seed"
             lines.append(f"   - {case}: {r.mean:+.4g} {interval}")
         lines.append("")
     return "\n".join(lines) + "\n"

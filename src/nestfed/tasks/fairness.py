@@ -1,7 +1,7 @@
 """Fair classification: a model whose errors do not fall on one group.
 
 Every client holds rows with inputs, a binary label s and a group a, in three parts: training rows, a validation set
-with equally many rows of every group, and test rows. Five problems on the same rows:
+balanced between groups (equally many rows of each; of a group too small for that, half), and test rows. Five problems:
 
     WeightedRisk       mean of omega_a loss + (penalty / 2) |theta|^2                     FedAvg, and every second stage
     RegularisedRisk    mean of loss + coefficient (largest - smallest soft true positive rate)                   FedReg
@@ -17,6 +17,7 @@ Ref.  "Local stochastic bilevel optimization with momentum-based variance reduct
 import dataclasses
 import functools
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,8 +29,9 @@ import optax
 import pandas as pd
 
 from nestfed.algorithms import ALGORITHMS
-from nestfed.core import Array, ClientRows, PyTree, Rows, Task, UserError, setting, static, struct
+from nestfed.core import Array, ClientRows, Layout, PyTree, Rows, Task, UserError, setting, static, struct
 from nestfed.data import TRAIN, VALIDATION, Encoder, Federated, Table, federate, load, overview, read_table, summary
+from nestfed.data.table import check_column
 from nestfed.methods import Kind, Method, Stage
 from nestfed.models import MODELS, Perceptron, model_named
 from nestfed.problems import Bilevel, Constrained, Minimax, SingleLevel
@@ -225,9 +227,9 @@ class FairnessTask(Task):
         return {"train": train, "validation": drawn(VALIDATION), "shares": data.constants["shares"]}
 
     def _all_rows(self, data: ClientRows) -> PyTree:
-        size, positions = data.constants["sizes"][TRAIN], jnp.arange(data.largest)
-        weight = jnp.where(positions < size, data.largest / size, 0)
-        return self._with_weight(data.take(jnp.minimum(positions, size - 1)), weight)
+        train = part_of(data, TRAIN)
+        rows, inside = train.all_rows(data.largest)
+        return self._with_weight(rows, jnp.where(inside, data.largest / train.size, 0))
 
     def _with_weight(self, rows: PyTree, weight: Array) -> PyTree:
         return rows | {"weight": weight.astype(rows["label"].dtype)}
@@ -237,7 +239,8 @@ class FairnessTask(Task):
         own = data.average(functools.partial(self._statistics, theta), rows_at_once=1024) * data.size
         # The outer objective is a mean over clients; everything else is pooled: totals over all clients' rows.
         objective = own[VALIDATION, :, -1].sum() / own[VALIDATION, :, 0].sum()
-        objective, counts = fed.mean((objective, own * data.constants["scale"]))
+        constants = data.constants
+        objective, counts = fed.mean((objective * constants["vote"], own * constants["scale"]))
         recorded = {"outer_loss": objective}
         for number, part in enumerate(PARTS):
             recorded |= {f"{part}_{name}": value for name, value in rates(counts[number]).items()}
@@ -307,15 +310,21 @@ class FairnessSetup:
         return len(self.data.group_names)
 
     def task(self, problem: Any, params: PyTree, *, averaging: str | None = None, **fields: Any) -> FairnessTask:
-        sizes = np.asarray(self.rows.constants["sizes"])[:, TRAIN].astype(float)
-        uniform = (averaging or self.kind.averaging) == "uniform"
-        weights = np.full(sizes.size, 1 / sizes.size) if uniform else sizes / sizes.sum()
-        # Metrics are totals over all clients' rows: `scale` undoes the weights of fed.mean.
-        constants = self.rows.constants | {"scale": (1 / weights).astype(np.float32)}
+        usual = self.client_weights(self.kind.averaging)
+        weights = usual if averaging is None else self.client_weights(averaging)
+        # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
+        # mean with the usual weights.
+        constants = self.rows.constants | {
+            "scale": (1 / weights).astype(np.float32), "vote": (usual / weights).astype(np.float32),
+        }  # fmt: skip
         return FairnessTask.create(
             problem, dataclasses.replace(self.rows, constants=constants), params, batch_size=self.batch_size,
             weights=weights, groups=self.groups, **fields,
         )  # fmt: skip
+
+    def client_weights(self, averaging: str) -> np.ndarray:
+        sizes = np.asarray(self.rows.constants["sizes"])[:, TRAIN].astype(float)
+        return np.full(sizes.size, 1 / sizes.size) if averaging == "uniform" else sizes / sizes.sum()
 
     @property
     def group_problem(self) -> GroupWeights:
@@ -326,8 +335,8 @@ class FairnessSetup:
 
     @functools.cached_property
     def curvature(self) -> float:
-        """A bound on the largest eigenvalue of the lower problem's Hessian: lambda_max(X'X / n) / 4, weights up to
-        2."""
+        """An estimate of the largest eigenvalue of the lower problem's Hessian: lambda_max(X'X / n) / 4 for weights of
+        2. (Batches may be steeper, and for a network it is only the first layer's order of magnitude.)"""
         inputs = self.data.inputs[self.data.part == TRAIN]
         inputs = np.concatenate([inputs, np.ones((len(inputs), 1), inputs.dtype)], 1)
         return float(np.linalg.eigvalsh(inputs.T @ inputs / len(inputs))[-1]) / 4 * 2 + self.kind.penalty
@@ -430,7 +439,8 @@ METHODS: dict[str, Method] = {
         ),
     ),
     "fedbio": _two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}),
-    "fedbioacc": _two_stages("fedbioacc", {"lr": 1.0, "lower_lr": 1.0}),
+    # With the paper's c = 1 the momentum keeps most of the noise of its first batch (see the algorithm's page).
+    "fedbioacc": _two_stages("fedbioacc", {"lr": 1.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0}),
     **{name: _single_level(name) for name in ("fedprox", "scaffold", "fedadagrad", "fedadam", "fedyogi")},
 }  # fmt: skip
 
@@ -463,9 +473,9 @@ class FairModel:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
                 leaves = [file[f"theta/{i}"] for i in range(len(file.files) - 1)]
-        except (OSError, ValueError, KeyError) as error:
+            model, encoder = Perceptron(tuple(about["hidden"])), Encoder.from_dict(about["encoder"])
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(f"{path} is not a model of a fairness run ({type(error).__name__}: {error}).") from error
-        model, encoder = Perceptron(tuple(about["hidden"])), Encoder.from_dict(about["encoder"])
         structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))
         return cls(model, jax.tree.unflatten(structure, leaves), encoder)
 
@@ -502,6 +512,7 @@ class Fairness(Kind):
     title: ClassVar[str] = "Fair classification"
     description: ClassVar[str] = "a classifier with equal true positive rates in all groups (bilevel group weights)"
     baseline: ClassVar[str] = "fedavg"
+    usual: ClassVar[tuple[str, ...]] = ("fedavg", "fedbio")
     select: ClassVar[str] = "outer_loss"
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("test_accuracy", "test accuracy", "higher"),
@@ -518,12 +529,7 @@ class Fairness(Kind):
         """The data, read once."""
         path = self._path
         if path is None:
-            known = load(self.data)
-            given = {"label": self.label, "positive": self.positive, "threshold": self.threshold}
-            given = {key: value for key, value in given.items() if value is not None}
-            if "label" in given or "threshold" in given:
-                given = {"positive": None, "threshold": None} | given
-            return dataclasses.replace(known, **given, drop=(*known.drop, *self.drop)) if given or self.drop else known
+            return self._changed(load(self.data))
         if self.label is None:
             raise UserError(f"{path} was given without a label; name the column to predict with label=.")
         if self.group is None:
@@ -532,6 +538,21 @@ class Fairness(Kind):
             path, label=self.label, group=self.group, clients=self.client_column, positive=self.positive,
             threshold=self.threshold, drop=self.drop,
         )  # fmt: skip
+
+    def _changed(self, known: Table) -> Table:
+        """A data set by name, with the roles that the user gave its columns."""
+        roles = [("label", self.label), ("client", self.client_column), *(("drop", column) for column in self.drop)]
+        for role, column in roles:
+            if column is not None:
+                check_column(known.frame.columns, column, role, known.name)
+        changes: dict[str, Any] = {"drop": (*known.drop, *self.drop)}
+        if self.label is not None or self.positive is not None or self.threshold is not None:
+            changes |= {"positive": self.positive, "threshold": self.threshold, "label": self.label or known.label}
+        if self.client_column is not None:
+            changes["client"] = self.client_column
+        # Only the chosen group is one: the others may be features.
+        changes["groups"] = (self.group or known.groups[0],)
+        return dataclasses.replace(known, **changes)
 
     @property
     def _path(self) -> str | None:
@@ -543,6 +564,11 @@ class Fairness(Kind):
         return None if self.clients is None or str(self.clients).isdecimal() else str(self.clients)
 
     def set_up(self, seed: int) -> FairnessSetup:
+        if self.client_column is not None and self.partition not in (None, "column"):
+            raise UserError(
+                f"clients={self.clients!r} names a column and partition={self.partition!r} deals rows otherwise; "
+                "give a number of clients, or leave the partition out."
+            )
         number = None if self.clients is None or self.client_column else int(self.clients)
         data = federate(
             self.table, group=self.group, partition=self.partition, clients=number, test_fraction=self.test_fraction,
@@ -567,7 +593,7 @@ class Fairness(Kind):
         return setup.data.holdings()
 
     def trained(self, setup: FairnessSetup, server: Any) -> FairModel:
-        (layout,) = weighted_risk(setup, None).problem.layouts
+        layout = Layout.of(setup.theta, "theta")
         return FairModel(setup.model, jax.tree.map(np.asarray, layout.unflatten(server.x)), setup.data.encoder)
 
     def evaluate(self, setup: FairnessSetup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
@@ -589,12 +615,23 @@ class Fairness(Kind):
         )
         parts = [self._slice_rates(rows, by) for by in ("group", "client")]
         by_group = rows.groupby(["split", "group"])[list(STATISTICS)].sum()
-        final = {}
-        for part in PARTS:
+        final = {"outer_loss": self._outer_loss(setup, rows)}
+        for part in by_group.index.get_level_values("split").unique():
             counts = by_group.loc[part].to_numpy(float)
             final |= {f"{part}_{name}": float(value) for name, value in rates(counts).items()}
             final[f"{part}_worst_group_accuracy"] = float((counts[:, 2] / counts[:, 0]).min())
         return final, pd.concat(parts, ignore_index=True)
+
+    def _outer_loss(self, setup: FairnessSetup, rows: Any) -> float:
+        """The mean over clients of the loss on their validation sets."""
+        validation = rows[rows.split == "validation"].groupby("client").loss.mean()
+        return float(setup.client_weights(setup.kind.averaging) @ validation[list(setup.data.client_names)].to_numpy())
+
+    def entries(self, metric: str, setup: FairnessSetup) -> list[str]:
+        names = setup.data.group_names
+        if self.weigh == "group+label":
+            return [f"weight of {name}, label {label}" for name in names for label in (0, 1)]
+        return [f"weight of {name}" for name in names]
 
     def _slice_rates(self, rows: Any, by: str) -> pd.DataFrame:
         sums = rows.groupby(["split", by])[list(STATISTICS)].sum().astype(float)
