@@ -137,7 +137,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
         "--seeds",
         "2",
         "--steps",
-        "40000",
+        "100000",
         "--evaluations",
         "5",
         "--quiet",
