@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.metrics import roc_auc_score
 
 import nestfed
 from nestfed import cli, workbench
 from nestfed.record import Record
-from nestfed.tasks.fairness import FairModel
+from nestfed.tasks.fairness import FairModel, area_under_roc
 
 BYTES = jnp.zeros(()).dtype.itemsize  # of a number
 SMALL = {"data": "german", "steps": 20, "evaluations": 4}
@@ -262,7 +263,7 @@ def table(rows=240, seed=0):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_own_data_in_one_command(call, suffix):
+def test_own_data_in_one_command(call, suffix, tmp_path):
     path = Path(f"my.{suffix}")
     table().to_csv(path, index=False) if suffix == "csv" else table().to_parquet(path, index=False)
     code, out, err = call(
@@ -277,6 +278,11 @@ def test_own_data_in_one_command(call, suffix):
     model = FairModel.load("mine/models/fedavg-seed0.npz")
     new = pd.DataFrame({"age": [50, None], "job": ["a", "never seen"]})
     assert np.isfinite(model.probability(new)).all()
+    with pytest.raises(nestfed.UserError, match="column 'age' holds '80y'"):
+        model.probability(new.assign(age=["80y", 50]))
+    assert "positive means income = high" in out
+    os.chdir("/")  # the settings name the file for good
+    assert call("run", tmp_path / "mine" / "settings.toml", "--resume", "--quiet")[0] == 0
 
 
 MISTAKES = {
@@ -395,6 +401,25 @@ def test_output_rules_and_rounds_reach_the_last_stage(tmp_path):
     (fcfl,) = workbench.Request.of({"rounds": 50}).kind.method("fcfl").stages
     kind = workbench.Request.of({"rounds": 50, "data": "german"}).kind
     assert fcfl.settings(kind.set_up(0))["stage_one_steps"] == 20
+
+
+def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path):
+    study = nestfed.run(
+        "fairness", data="german", algorithm="fedavg", steps=5, out=tmp_path / "no", progress=False,
+        set={"lr": 1e-6}, penalty=0.0, features="minimax-fair-raw", seeds=[1],
+    )  # fmt: skip
+    blind = study.final.test_predicted_positive[0] == 0
+    assert blind == any("for no test row at all" in note for note in study.record.about["notes"])
+    frame = study.final.assign(test_predicted_positive=0.0)
+    assert "FedAvg: a seed's model predicts" in workbench.find_task("fairness")().warnings(frame)[0]
+    assert repr(study).startswith("Study(")
+
+
+def test_area_under_roc_against_scikit_learn():
+    random = np.random.default_rng(0)
+    label, scores = random.integers(0, 2, 200), random.integers(0, 20, 200)  # with ties
+    assert area_under_roc(scores, label) == pytest.approx(roc_auc_score(label, scores))
+    assert np.isnan(area_under_roc(scores, np.zeros(200, int)))
 
 
 def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path):

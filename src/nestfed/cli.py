@@ -132,7 +132,7 @@ def list_(
         fields = dataclasses.fields(find(what))
         rows = [(field.name, default(field), field.metadata.get("description", "")) for field in fields]
         frame = pd.DataFrame(rows, columns=["setting", "default", "meaning"])
-    _print_json(frame.to_dict("records")) if json_ else Console().print(_table(frame))
+    _print_json(frame.to_dict("records")) if json_ else _console().print(_table(frame))
 
 
 @app.command()
@@ -183,7 +183,7 @@ def sweep(
         typer.echo(str(search.folder / "best.toml"))
     else:
         shown = [c for c in search.table.columns if c in values or c.startswith(("score", "validation", "diverged"))]
-        Console().print(_table(search.table.loc[:, shown], title="Settings, best first (chosen by validation data)"))
+        _console().print(_table(search.table.loc[:, shown], title="Settings, best first (chosen by validation data)"))
         typer.echo(f"run the best one: {search.command}")
         typer.echo(str(search.folder))
 
@@ -216,7 +216,7 @@ def cost(given: dict[str, Any], json_: Json = False) -> None:
 
     settings, _ = _settings(given)
     table = workbench.cost_table(**settings)
-    _print_json(_records(table)) if json_ else Console().print(_table(table, title="One client, one round"))
+    _print_json(_records(table)) if json_ else _console().print(_table(table, title="One client, one round"))
 
 
 @app.command()
@@ -302,9 +302,8 @@ def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: boo
 
     silent = quiet or json_
     if not silent:
-        console = Console()
-        for title, frame in workbench.describe_data(**settings):
-            console.print(_table(frame, title=title))
+        for title, frame in workbench.describe_data(**settings, out=out, resume=resume):
+            _console().print(_table(frame, title=title))
     try:
         study = workbench.run(**settings, out=out, resume=resume, progress=False if silent else None)
     except workbench.Stopped as error:  # typer would end every KeyboardInterrupt without a word
@@ -333,8 +332,15 @@ def _show(study: Any, *, json_: bool, quiet: bool) -> None:
         title = (
             f"{study.record.about['title']}, {seeds} seed{'s' * (seeds > 1)}: mean ± std, difference [95 % interval]"
         )
-        Console().print(_table(shown, title=title))
+        _console().print(_table(shown, title=title))
+        for note in study.record.about["notes"]:
+            typer.echo(f"note: {note}")
     typer.echo(str(study.report))
+
+
+def _console() -> Console:
+    """As wide as the terminal; a file or a pipe has room."""
+    return Console(width=None if sys.stdout.isatty() else 150)
 
 
 def _table(frame: pd.DataFrame, title: str | None = None) -> Table:

@@ -105,6 +105,10 @@ class Kind:
         """Remarks on the data that the report repeats."""
         return []
 
+    def warnings(self, final: pd.DataFrame) -> list[str]:
+        """What a reader of the final numbers must know, by method (in its column `method`)."""
+        return []
+
     def entries(self, metric: str, setup: Setup) -> list[str]:
         """Names of the entries of a metric that is a vector, for columns of the history."""
         raise NotImplementedError

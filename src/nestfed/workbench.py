@@ -53,6 +53,9 @@ RUNS = Path("runs")
 class Study:
     """A finished run: its folder, its tables and its models."""
 
+    def __repr__(self) -> str:
+        return f"Study({str(self.folder)!r}: {', '.join(self.record.methods)}; seeds {self.record.about['seeds']})"
+
     folder: Path
     record: Record
     models: dict[tuple[str, int], Any]  # by method and seed
@@ -112,6 +115,8 @@ class Request:
                 raise UserError(f"there is no setting {key!r} for the task {kind.name}{nearest(key, known)}")
         given = {key: _checked(key, value, known[key]) for key, value in settings.items() if value is not None}
         options = {key: value for key, value in given.items() if key not in own}
+        if "data" in options and Path(options["data"]).is_file():  # the run can go on from any folder
+            options["data"] = str(Path(options["data"]).resolve())
         return cls(**{key: value for key, value in given.items() if key in own}, options=options)
 
     @property
@@ -302,18 +307,28 @@ def _saying_how_to_go_on(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         again = f"Go on with: nestfed run {shlex.quote(str(folder / 'settings.toml'))} --resume"
-        raise Stopped(f"{str(error) or 'interrupted.'} {again}") from None
+        done = str(error).partition(".")[0] or "interrupted"
+        raise Stopped(f"{done}. {again}") from None
 
 
 class Stopped(KeyboardInterrupt):
     """Ctrl-C during a run; the message says how to go on."""
 
 
-def describe_data(task: str = "fairness", **settings: Any) -> list[tuple[str, pd.DataFrame]]:
-    """What a person should see of the data before training: (title, table)."""
+def describe_data(
+    task: str = "fairness", *, out: str | Path | None = None, resume: bool = False, **settings: Any
+) -> list[tuple[str, pd.DataFrame]]:
+    """What a person should see of the data before training: (title, table). What `run` would refuse is refused here."""
     request = Request.of({"task": task, **settings})
     kind, seed = request.kind, request.seed_list[0]
-    holdings: Any = kind.holdings(kind.set_up(seed))
+    budget, methods = request.budget, request.methods
+    if out is not None:
+        _check_folder(Path(out), request, resume)
+    setup = kind.set_up(seed)
+    for name in methods:
+        kind.method(name).algorithms(setup, request.changes(name))
+    cohort_size(budget.cohort, setup.rows.clients)
+    holdings: Any = kind.holdings(setup)
     holdings = holdings.assign(group="rows of " + holdings.group)  # a group may be called "client"
     held = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0, sort=False)
     return [
@@ -423,7 +438,7 @@ def make_record(
             "started": started,
             "seconds": round(seconds, 1),
             "status": DIVERGED if failed else FINISHED,
-            "notes": [*kind.notes(first), *failed],
+            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *kind.notes(first)],
         },
         history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
         final=pd.DataFrame(finals),

@@ -151,6 +151,19 @@ class Encoder:
     def names(self) -> list[str]:
         return [name for column in self.columns for name in column.names]
 
+    def check(self, frame: pd.DataFrame) -> None:
+        """Refuse text where the training data had numbers: it would count as missing."""
+        for column in self.columns:
+            if isinstance(column, Number) and not column.coded and column.name in frame:
+                values: Any = frame[column.name].dropna()
+                numbers: Any = pd.to_numeric(values, errors="coerce")
+                wrong = values[numbers.isna()]
+                if len(wrong):
+                    raise UserError(
+                        f"column {column.name!r} holds {wrong.iloc[0]!r}, but it was a column of numbers in training; "
+                        "give numbers, or leave the value out."
+                    )
+
     def transform(self, frame: pd.DataFrame) -> np.ndarray:
         """float32 [rows, features]"""
         absent = [column.name for column in self.columns if column.name not in frame.columns]

@@ -10,7 +10,10 @@ from nestfed.record import Record
 from nestfed.report import statistics
 from nestfed.report.style import amount, file_name, number, numbers, spread, title_of
 
-NAMES = ("method", "stage", "part", "metric", "group", "client", "split", "slice", "kind")  # columns of words
+NAMES = (  # columns of words
+    "method", "stage", "part", "metric", "group", "client", "split", "slice", "kind", "data", "dealing", "setting",
+    "reading", "chosen", "tried", "claim", "compared", "case",
+)  # fmt: skip
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|&!~$])")
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pandas as pd
+from scipy import stats
 
 from nestfed.algorithms import ALGORITHMS
 from nestfed.core import Array, ClientRows, Layout, PyTree, Rows, Task, UserError, setting, static, struct
@@ -458,6 +459,7 @@ class FairModel:
 
     def probability(self, frame: pd.DataFrame) -> np.ndarray:
         """The probability of the positive label for every row of a table with the columns of the training data."""
+        self.encoder.check(frame)
         return np.asarray(jax.nn.sigmoid(self.model(self.theta, jnp.asarray(self.encoder.transform(frame)))))
 
     def save(self, path: Path) -> None:
@@ -478,6 +480,15 @@ class FairModel:
             raise UserError(f"{path} is not a model of a fairness run ({type(error).__name__}: {error}).") from error
         structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))
         return cls(model, jax.tree.unflatten(structure, leaves), encoder)
+
+
+def area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
+    """The probability that a positive row scores higher than a negative one, ties counting half; NaN without both."""
+    positives = int(label.sum())
+    pairs = positives * (label.size - positives)
+    if pairs == 0:
+        return np.nan
+    return float((stats.rankdata(scores)[label == 1].sum() - positives * (positives + 1) / 2) / pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -515,12 +526,12 @@ class Fairness(Kind):
     usual: ClassVar[tuple[str, ...]] = ("fedavg", "fedbio")
     select: ClassVar[str] = "outer_loss"
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("test_accuracy", "test accuracy", "higher"),
         Metric("test_eqopp", "test EqOpp gap", "lower"),
+        Metric("test_accuracy", "test accuracy", "higher"),
         Metric("train_eqopp", "train EqOpp gap", "lower"),
         Metric("test_eqodds", "test equalised odds gap", "lower"),
         Metric("test_worst_group_accuracy", "test accuracy of the worst group", "higher"),
-        Metric("test_loss", "test loss", "lower"),
+        Metric("test_auroc", "test AUROC", "higher"),
     )
     methods: ClassVar[dict[str, Method]] = METHODS
 
@@ -584,7 +595,9 @@ class Fairness(Kind):
         return final["outer_loss"] + self.gap * final["validation_eqopp"]
 
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
-        return [("Columns", summary(self.table)), ("Groups", overview(self.table))]
+        table = self.table
+        rule = f"= {table.positive}" if table.threshold is None else f"> {table.threshold:g}"
+        return [("Columns", summary(table)), (f"Groups; positive means {table.label} {rule}", overview(table))]
 
     def notes(self, setup: FairnessSetup) -> list[str]:
         return list(self.table.notes)
@@ -620,7 +633,20 @@ class Fairness(Kind):
             counts = by_group.loc[part].to_numpy(float)
             final |= {f"{part}_{name}": float(value) for name, value in rates(counts).items()}
             final[f"{part}_worst_group_accuracy"] = float((counts[:, 2] / counts[:, 0]).min())
+            inside = data.part == PARTS.index(part)
+            final[f"{part}_auroc"] = area_under_roc(logits[inside], data.label[inside])
+            final[f"{part}_predicted_positive"] = float(predicted[inside].mean())
         return final, pd.concat(parts, ignore_index=True)
+
+    def warnings(self, final: pd.DataFrame) -> list[str]:
+        if "test_predicted_positive" not in final:
+            return []
+        blind = final.loc[final["test_predicted_positive"] == 0, "method"]
+        return [
+            f"{self.methods[name].title}: a seed's model predicts the positive label for no test row at all, so its "
+            "gaps of zero say nothing. Train longer, or give the positives more weight (--weigh group+label --gap 1)."
+            for name in dict.fromkeys(map(str, blind))
+        ]
 
     def _outer_loss(self, setup: FairnessSetup, rows: Any) -> float:
         """The mean over clients of the loss on their validation sets."""
