@@ -433,7 +433,8 @@ def test_sweep_reaches_numbers_of_the_task(tmp_path):
     assert f"--penalty {search.best['penalty']}" in search.command
 
 
-def test_shell_completion_is_there():
+def test_the_shell_completes_commands():
     program = Path(sys.executable).with_name("nestfed")
-    shown = subprocess.run([program, "--show-completion", "bash"], capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0 and "_NESTFED_COMPLETE=complete_bash" in shown.stdout
+    asked = {"_NESTFED_COMPLETE": "complete_bash", "COMP_WORDS": "nestfed re", "COMP_CWORD": "1"}
+    shown = subprocess.run([program], capture_output=True, text=True, timeout=60, env=os.environ | asked)
+    assert shown.stdout.split() == ["report", "reproduce"]
