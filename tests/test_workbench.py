@@ -1,5 +1,6 @@
 """Runs from a name to a folder: what is written, resumed, compared, refused; from Python and from the command line."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from sklearn.metrics import roc_auc_score
 
 import nestfed
 from nestfed import cli, workbench
+from nestfed.methods import Kind
 from nestfed.record import Record
 from nestfed.tasks.fairness import FairModel, area_under_roc
 
@@ -438,3 +440,15 @@ def test_the_shell_completes_commands():
     asked = {"_NESTFED_COMPLETE": "complete_bash", "COMP_WORDS": "nestfed re", "COMP_CWORD": "1"}
     shown = subprocess.run([program], capture_output=True, text=True, timeout=60, env=os.environ | asked)
     assert shown.stdout.split() == ["report", "reproduce"]
+
+
+def test_a_kind_of_task_that_lacks_a_part_cannot_be_made():
+    @dataclasses.dataclass(frozen=True)
+    class Half(Kind):
+        steps: int = 1
+
+        def set_up(self, seed):
+            return None
+
+    with pytest.raises(TypeError, match="abstract methods? .*evaluate.*holdings.*summary.*trained"):
+        Half()

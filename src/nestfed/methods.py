@@ -4,6 +4,7 @@ A *kind* of task ("fairness") makes a *set-up* of data for every seed. A *method
 *stages*; a stage is an algorithm on a task that the set-up makes, knowing what the stage before left.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -56,7 +57,7 @@ class Method:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(abc.ABC):
     """A named task."""
 
     name: ClassVar[str]
@@ -89,17 +90,17 @@ class Kind:
         """What settings are chosen by, from the last values of metrics on validation data: the smaller the better."""
         return final[self.select]
 
+    @abc.abstractmethod
     def set_up(self, seed: int) -> Setup:
         """One seed's data: read, split, dealt to clients and encoded."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
         """What a person should see of the columns before training: (title, table)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def holdings(self, setup: Setup) -> pd.DataFrame:
         """Who holds what: client, group, label, part, rows."""
-        raise NotImplementedError
 
     def notes(self, setup: Setup) -> list[str]:
         """Remarks on the data that the report repeats."""
@@ -109,17 +110,17 @@ class Kind:
         """What a reader of the final numbers must know, by method (in its column `method`)."""
         return []
 
+    @abc.abstractmethod
     def entries(self, metric: str, setup: Setup) -> list[str]:
         """Names of the entries of a metric that is a vector, for columns of the history."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def evaluate(self, setup: Setup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
         """(headline metrics of a final state, metrics of slices of the data: kind, slice, split, metric, value)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def trained(self, setup: Setup, server: Any) -> Any:
         """The final model, to be used on new data."""
-        raise NotImplementedError
 
 
 def nearest(name: str, known: Any) -> str:
