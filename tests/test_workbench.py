@@ -20,7 +20,8 @@ import nestfed
 from nestfed import cli, workbench
 from nestfed.methods import Kind
 from nestfed.record import Record
-from nestfed.tasks.fairness import FairModel, area_under_roc
+from nestfed.request import Request
+from nestfed.tasks.fairness import FairModel, Fairness, area_under_roc
 
 BYTES = jnp.zeros(()).dtype.itemsize  # of a number
 SMALL = {"data": "german", "steps": 20, "evaluations": 4}
@@ -102,7 +103,7 @@ def test_a_record_comes_back_from_its_folder(study):
     record = Record.load(study.folder)
     pd.testing.assert_frame_equal(record.history, study.history)
     assert record.settings["set"] == {"model.lr": 0.2} and record.methods == ["fedavg", "fedbio"]
-    again = workbench.Request.of(record.settings)
+    again = Request.of(record.settings)
     assert again.settings() == record.settings
     assert again.command() == record.about["command"]
 
@@ -113,7 +114,7 @@ def test_the_command_of_a_record_repeats_its_settings(study, monkeypatch):
     monkeypatch.setattr(sys, "argv", study.record.about["command"].split())
     with pytest.raises(SystemExit):
         cli.main()
-    assert workbench.Request.of(seen).settings() == study.record.settings
+    assert Request.of(seen).settings() == study.record.settings
 
 
 def test_resume_changes_nothing_and_other_settings_are_refused(study):
@@ -347,7 +348,7 @@ def test_toml_says_all_that_flags_say_and_flags_win(call, monkeypatch):
     seen = {}
     monkeypatch.setattr(cli, "_run", lambda settings, **_: seen.update(settings))
     assert call("run", "my.toml", "--set", "lower_lr=0.9", "--clients", "5", "--no-keep-group")[0] == 0
-    request = workbench.Request.of(seen)
+    request = Request.of(seen)
     assert request.changes("fedbio") == {"lr": 0.3, "model.lr": 0.7, "lower_lr": 0.9}
     assert request.options == {"data": "german", "clients": "5", "batch_size": 16, "keep_group": False}
     monkeypatch.undo()
@@ -373,9 +374,7 @@ def test_wrong_toml_is_one_line(call, content, message):
 
 
 def test_what_is_said_of_one_method_wins():
-    request = workbench.Request.of(
-        {"algorithm": ["FedAvg", "FedBiO"], "set": {"fedbio": {"lr": 1.0}, "lr": 0.1}, "seeds": [7]}
-    )
+    request = Request.of({"algorithm": ["FedAvg", "FedBiO"], "set": {"fedbio": {"lr": 1.0}, "lr": 0.1}, "seeds": [7]})
     assert request.methods == ["fedavg", "fedbio"]
     assert request.changes("fedbio") == {"lr": 1.0} and request.changes("fedavg") == {"lr": 0.1}
     assert "--seeds 7, " in request.command()
@@ -387,8 +386,8 @@ def test_output_rules_and_rounds_reach_the_last_stage(tmp_path):
     )
     seen = study.history.outer_loss
     assert study.final.outer_loss[0] == pytest.approx(seen.min(), rel=1e-5)
-    (fcfl,) = workbench.Request.of({"rounds": 50}).kind.method("fcfl").stages
-    kind = workbench.Request.of({"rounds": 50, "data": "german"}).kind
+    (fcfl,) = Request.of({"rounds": 50}).kind.method("fcfl").stages
+    kind = Request.of({"rounds": 50, "data": "german"}).kind
     assert fcfl.settings(kind.set_up(0))["stage_one_steps"] == 20
 
 
@@ -400,7 +399,7 @@ def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path):
     blind = study.final.test_predicted_positive[0] == 0
     assert blind == any("for no test row at all" in note for note in study.record.about["notes"])
     frame = study.final.assign(test_predicted_positive=0.0)
-    assert "FedAvg: a seed's model predicts" in workbench.find_task("fairness")().warnings(frame)[0]
+    assert "FedAvg: a seed's model predicts" in Fairness().warnings(frame)[0]
     assert repr(study).startswith("Study(")
 
 

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nestfed.core import UserError
+from nestfed.request import flat, read_settings
 
 app = typer.Typer(
     add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -100,8 +101,9 @@ def demo(
 ) -> None:
     """Train fair classifiers on the bundled Adult data, three clients: FedAvg, FedBiO and FedBiOAcc."""
     from nestfed.demo import SETTINGS
+    from nestfed.workbench import fresh
 
-    _run({**SETTINGS}, out=_free(out), resume=False, json_=json_, quiet=quiet)
+    _run({**SETTINGS}, out=fresh(out), resume=False, json_=json_, quiet=quiet)
 
 
 @app.command("list")
@@ -174,7 +176,7 @@ def sweep(
 
     settings, _ = _settings(given)
     out = _out(settings, out)
-    values = workbench.flat(settings.pop("grid", {}))
+    values = flat(settings.pop("grid", {}))
     values |= {key: [_value(one) for one in text.split(",")] for key, text in map(_pair, grid or [])}
     search = workbench.sweep(**settings, grid=values, out=out, progress=False if quiet or json_ else None)
     if json_:
@@ -239,7 +241,6 @@ def reproduce(
 
 def _settings(given: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
     """What was given as flags, over what a TOML file says: (settings, the file)."""
-    from nestfed import workbench
 
     flags = dict(given)
     if "set" in flags:
@@ -258,10 +259,10 @@ def _settings(given: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
     if source is None:
         return flags, None
     del flags["task"]
-    file = workbench.read_settings(source)
+    file = read_settings(source)
     both = file.get("set", {})
     if "set" in flags and isinstance(both, Mapping):
-        both = workbench.flat(both) | flags["set"]
+        both = flat(both) | flags["set"]
     return {**file, **flags, "set": both}, source
 
 
@@ -286,12 +287,6 @@ def _value(text: str) -> Any:
         except ValueError:
             pass
     return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _free(folder: Path) -> Path:
-    """The folder, or the next number beside it: the demonstration may be repeated."""
-    candidates = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
-    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 # ------------------------------------------------------------------------------------------------- printing

@@ -7,35 +7,28 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import itertools
-import numbers
-import os
-import platform
 import shlex
 import time
-import tomllib
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import jax
 import pandas as pd
 import tomli_w
 
-from nestfed.border import OUTPUTS, cohort_size
-from nestfed.checkpoint import fingerprint
+from nestfed.border import cohort_size
 from nestfed.core import UserError
-from nestfed.methods import Kind, Setup, nearest
+from nestfed.methods import Kind, Setup
 from nestfed.record import Record, replace_file
 from nestfed.report import tables, write_report
 from nestfed.report.studies import sweep_figure
+from nestfed.request import Request, find_task, read_settings
+from nestfed.results import make_record
 from nestfed.simulate import start
 from nestfed.staged import (
     DIVERGED,
     FINISHED,
-    Budget,
     Trace,
     best_changes,
     ledger,
@@ -44,7 +37,6 @@ from nestfed.staged import (
     score_of,
     sweep_method,
 )
-from nestfed.tasks import TASKS
 
 RUNS = Path("runs")
 
@@ -88,165 +80,6 @@ class Study:
 # ------------------------------------------------------------------------------------------------- run
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A run as the user asked for it; what a TOML file may say is exactly this and the options of the task."""
-
-    task: str = "fairness"
-    algorithm: str | Sequence[str] | None = None
-    seeds: int | Sequence[int] = 1
-    rounds: int | None = None
-    cohort: int | float | None = None
-    dropout: float = 0.0
-    evaluations: int = 100
-    output: str | None = None
-    set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Request":
-        """From flat settings: those of a run, and options of its task."""
-        own = {name: hint for name, hint in get_type_hints(cls).items() if name != "options"}
-        kind = find_task(_checked("task", settings.get("task", "fairness"), str))
-        of_task = {field.name: get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
-        known = own | of_task
-        for key in settings:
-            if key not in known:
-                raise UserError(f"there is no setting {key!r} for the task {kind.name}{nearest(key, known)}")
-        given = {key: _checked(key, value, known[key]) for key, value in settings.items() if value is not None}
-        options = {key: value for key, value in given.items() if key not in own}
-        if "data" in options and Path(options["data"]).is_file():  # the run can go on from any folder
-            options["data"] = str(Path(options["data"]).resolve())
-        return cls(**{key: value for key, value in given.items() if key in own}, options=options)
-
-    @property
-    def kind(self) -> Kind:
-        # FCFL changes its rule after a share of all steps: with `rounds` given, they say how many there are.
-        steps = {"steps": self.rounds} if self.rounds else {}
-        return find_task(self.task).from_options({**self.options, **steps})
-
-    @property
-    def methods(self) -> list[str]:
-        kind = find_task(self.task)
-        chosen = kind.usual if self.algorithm is None else self.algorithm
-        names = [chosen.lower()] if isinstance(chosen, str) else [name.lower() for name in chosen]
-        for name in names:
-            if name not in kind.methods:
-                raise UserError(f"{name!r} is no method for the task {kind.name}{nearest(name, kind.methods)}")
-        if len(set(names)) != len(names) or not names:
-            raise UserError(f"algorithm={names} was given; name one or several different methods.")
-        return names
-
-    @property
-    def seed_list(self) -> list[int]:
-        numbers = list(range(self.seeds)) if isinstance(self.seeds, int) else list(self.seeds)
-        if not numbers or len(set(numbers)) != len(numbers) or min(numbers) < 0:
-            raise UserError(f"seeds={self.seeds!r} was given; give a number of seeds, or a list of different ones.")
-        return numbers
-
-    @property
-    def budget(self) -> Budget:
-        for name, value in (("rounds", self.rounds), ("evaluations", self.evaluations)):
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value!r} was given; it must be a whole number, 1 or more.")
-        if self.output is not None and self.output not in OUTPUTS:
-            raise UserError(f"output={self.output!r} was given; use one of {', '.join(OUTPUTS)}.")
-        return Budget(self.rounds, self.cohort, self.dropout, self.evaluations, self.output)
-
-    def changes(self, method: str) -> dict[str, Any]:
-        """The user's settings of one method: `lr` is for all of them, `fedbio.lr` for one."""
-        known = find_task(self.task).methods
-        general, mine = {}, {}
-        for key, value in flat(self.set).items():
-            head, _, tail = key.partition(".")
-            if head not in known:
-                general[key] = value
-            elif head not in self.methods:
-                raise UserError(f"a setting of {head!r} was given, but {head!r} is not among {self.methods}.")
-            elif head == method:
-                mine[tail] = value
-        return general | mine  # what is said of one method wins over what is said of all
-
-    def settings(self) -> dict[str, Any]:
-        """As a TOML file says it."""
-        said = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
-        for name in ("rounds", "cohort", "dropout", "evaluations", "output"):
-            if getattr(self, name) != getattr(Request, name):
-                said[name] = getattr(self, name)
-        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in said.items()}
-        return plain | ({"set": flat(self.set)} if self.set else {})
-
-    def command(self, verb: str = "run") -> str:
-        """The same as a command line."""
-        words = ["nestfed", verb, self.task]
-        for name in self.methods:
-            words += ["--algorithm", name]
-        seeds = self.seed_list
-        listed = ",".join(map(str, seeds)) + "," * (len(seeds) == 1)  # "7," is seed 7, "7" are seven seeds
-        words += ["--seeds", str(len(seeds)) if seeds == list(range(len(seeds))) else listed]
-        for key, value in self.settings().items():
-            if key in ("task", "algorithm", "seeds", "set"):
-                continue
-            flag = f"--{key.replace('_', '-')}"
-            if isinstance(value, bool):
-                words.append(flag if value else f"--no-{flag[2:]}")
-            else:
-                for one in value if isinstance(value, list) else [value]:
-                    words += [flag, str(one)]
-        for key, value in flat(self.set).items():
-            words += ["--set", f"{key}={value}"]
-        return shlex.join(words)
-
-
-def find_task(name: str) -> type[Kind]:
-    if name not in TASKS:
-        raise UserError(f"there is no task {name!r}{nearest(name, TASKS)}")
-    return TASKS[name]
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value of the type that the setting has, with what a file or a shell cannot say exactly converted."""
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
-    if typing.get_origin(hint) in (tuple, Sequence, Mapping):
-        kinds = [hint]
-    for kind in kinds:
-        fitting = _fitting(name, value, kind)
-        if fitting is not None:
-            return fitting
-    if str in kinds and isinstance(value, (int, float, Path)):
-        return str(value)
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Mapping: "a table"}
-    wanted = [words.get(typing.get_origin(kind) or kind, "a list") for kind in kinds]
-    raise UserError(f"{name}={value!r} was given; it must be {' or '.join(wanted)}.")
-
-
-def _fitting(name: str, value: Any, kind: Any) -> Any:
-    """The value as one of this kind, or None."""
-    origin = typing.get_origin(kind) or kind
-    if isinstance(value, bool) or origin is bool:
-        return value if isinstance(value, bool) and origin is bool else None
-    if origin is int:
-        return int(value) if isinstance(value, numbers.Integral) else None
-    if origin is float:
-        return float(value) if isinstance(value, numbers.Real) else None
-    if origin in (str, Mapping):
-        return value if isinstance(value, origin) else None
-    if isinstance(value, str):  # one of what may be several
-        return (value,) if origin is tuple else None
-    entry = typing.get_args(kind)[0]
-    return tuple(_checked(name, one, entry) for one in value) if isinstance(value, Sequence) else None
-
-
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """The settings of a TOML file."""
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} is not a readable TOML file: {error}.") from error
-
-
 def run(
     task: str = "fairness",
     *,
@@ -268,7 +101,7 @@ def run(
     """
     request = Request.of({"task": task, **settings})
     kind, methods, budget = request.kind, request.methods, request.budget
-    folder = Path(out) if out is not None else _fresh(RUNS / _stem(request))
+    folder = Path(out) if out is not None else fresh(RUNS / _stem(request))
     _check_folder(folder, request, resume)
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
     setups = make_setups(kind, request.seed_list)
@@ -337,14 +170,6 @@ def describe_data(
     ]
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys."""
-    dotted = {}
-    for key, value in settings.items():
-        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return dotted
-
-
 def _stem(request: Request) -> str:
     """<task>-<data>-<methods>"""
     data = Path(str(request.options.get("data", ""))).stem
@@ -352,7 +177,7 @@ def _stem(request: Request) -> str:
     return "-".join(word for word in (request.task, data, *methods) if word)
 
 
-def _fresh(folder: Path) -> Path:
+def fresh(folder: Path) -> Path:
     """The folder, or the next number beside it."""
     candidates = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
     return next(candidate for candidate in candidates if not candidate.exists())
@@ -360,7 +185,7 @@ def _fresh(folder: Path) -> Path:
 
 def _claimed(out: str | Path | None, usual: Path) -> Path:
     """A new folder, made before the work: what cannot be written shows at once."""
-    folder = Path(out) if out is not None else _fresh(usual)
+    folder = Path(out) if out is not None else fresh(usual)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists; give another folder (--out).")
     folder.mkdir(parents=True, exist_ok=True)
@@ -391,104 +216,6 @@ def _write_settings(folder: Path, request: Request) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "settings.toml").exists():
         replace_file(folder / "settings.toml", content.encode())
-
-
-# ------------------------------------------------------------------------------------------------- record
-
-
-def make_record(
-    kind: Kind,
-    setups: Mapping[int, Setup],
-    traces: Sequence[Trace],
-    *,
-    settings: dict[str, Any],
-    command: str,
-    name: str,
-    methods: Sequence[str],
-    seconds: float,
-    started: str,
-) -> Record:
-    """The record of finished traces."""
-    finals, slices = [], []
-    for trace in traces:
-        row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
-        if trace.status == FINISHED:
-            metrics, parts = kind.evaluate(setups[trace.seed], trace.server)
-            row |= metrics
-            slices.append(parts.assign(method=trace.method, seed=trace.seed))
-        finals.append(row)
-    holdings = [kind.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
-    failed = [f"{kind.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
-    first = next(iter(setups.values()))
-    return Record(
-        settings=settings,
-        about={
-            "name": name,
-            "title": kind.title,
-            "task": kind.name,
-            "command": command,
-            "methods": {method: kind.method(method).title for method in methods},
-            "baseline": kind.baseline if kind.baseline in methods else methods[0],
-            "select": kind.select,
-            "metrics": [dataclasses.asdict(metric) for metric in kind.metrics],
-            "seeds": list(setups),
-            "versions": versions(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
-            "data": fingerprint(first.rows.columns),
-            "started": started,
-            "seconds": round(seconds, 1),
-            "status": DIVERGED if failed else FINISHED,
-            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *kind.notes(first)],
-        },
-        history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
-        final=pd.DataFrame(finals),
-        slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
-        holdings=pd.concat(holdings, ignore_index=True),
-        # Of the seed that came furthest: one that diverged early has not seen all stages.
-        cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
-    )
-
-
-SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")
-
-
-def history_frame(kind: Kind, setup: Setup, trace: Trace) -> pd.DataFrame:
-    """One row per evaluation; rounds, bytes and work are counted through all the stages."""
-    frames, before = [], {"round": 0, "bytes": 0, "oracle_calls": 0, "samples": 0}
-    for stage in trace.stages:
-        rounds = stage.history["round"]
-        totals = stage.cost.totals(stage.participants, stage.clients)
-        columns = {"round": before["round"] + rounds}
-        columns |= {name: before[name] + total[rounds] for name, total in totals.items()}
-        for name, values in stage.history.items():
-            if values.ndim == 2:
-                columns |= dict(zip(kind.entries(name, setup), values.T, strict=True))
-            elif name != "round":
-                columns[name] = values
-        frame = pd.DataFrame(columns)
-        frame.insert(0, "stage", stage.name)
-        frames.append(frame)
-        before = {name: int(frame[name].iloc[-1]) for name in before}
-    frame = pd.concat(frames, ignore_index=True)
-    frame.insert(0, "seed", trace.seed)
-    frame.insert(0, "method", trace.method)
-    return frame
-
-
-def cost_of(trace: Trace) -> dict[str, Any]:
-    return {
-        stage.name: {
-            "start": dataclasses.asdict(stage.cost.start),
-            "round": dataclasses.asdict(stage.cost.round),
-            "rounds": stage.rounds,
-        }
-        for stage in trace.stages
-    }
-
-
-def versions() -> dict[str, str]:
-    packages = ("nestfed", "jax", "jaxlib", "numpy", "optax", "pandas", "pyarrow")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
 # ------------------------------------------------------------------------------------------------- sweep

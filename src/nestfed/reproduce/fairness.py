@@ -29,9 +29,9 @@ from nestfed.record import Record
 from nestfed.report import figures, studies, tables, write_report
 from nestfed.report.statistics import Paired, finished, paired
 from nestfed.reproduce.verdicts import Claim, claims_table, markdown_claims
+from nestfed.results import make_record
 from nestfed.staged import Budget, Trace, best_changes, bounded, make_setups, score_of, sweep_method, sweep_next_stage
 from nestfed.tasks.fairness import Fairness
-from nestfed.workbench import make_record
 
 GRID = [0.001, 0.01, 0.1, 1.0]
 METHODS = ("fedavg", "fedreg", "fedminmax", "fcfl", "fedbio", "fedbioacc")

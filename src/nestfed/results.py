@@ -1,0 +1,111 @@
+"""From the traces of a run to its record."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import pandas as pd
+
+from nestfed.checkpoint import fingerprint
+from nestfed.methods import Kind, Setup
+from nestfed.record import Record
+from nestfed.staged import DIVERGED, FINISHED, Trace
+
+
+def make_record(
+    kind: Kind,
+    setups: Mapping[int, Setup],
+    traces: Sequence[Trace],
+    *,
+    settings: dict[str, Any],
+    command: str,
+    name: str,
+    methods: Sequence[str],
+    seconds: float,
+    started: str,
+) -> Record:
+    """The record of finished traces."""
+    finals, slices = [], []
+    for trace in traces:
+        row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
+        if trace.status == FINISHED:
+            metrics, parts = kind.evaluate(setups[trace.seed], trace.server)
+            row |= metrics
+            slices.append(parts.assign(method=trace.method, seed=trace.seed))
+        finals.append(row)
+    holdings = [kind.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
+    failed = [f"{kind.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
+    first = next(iter(setups.values()))
+    return Record(
+        settings=settings,
+        about={
+            "name": name,
+            "title": kind.title,
+            "task": kind.name,
+            "command": command,
+            "methods": {method: kind.method(method).title for method in methods},
+            "baseline": kind.baseline if kind.baseline in methods else methods[0],
+            "select": kind.select,
+            "metrics": [dataclasses.asdict(metric) for metric in kind.metrics],
+            "seeds": list(setups),
+            "versions": versions(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
+            "data": fingerprint(first.rows.columns),
+            "started": started,
+            "seconds": round(seconds, 1),
+            "status": DIVERGED if failed else FINISHED,
+            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *kind.notes(first)],
+        },
+        history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
+        final=pd.DataFrame(finals),
+        slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
+        holdings=pd.concat(holdings, ignore_index=True),
+        # Of the seed that came furthest: one that diverged early has not seen all stages.
+        cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
+    )
+
+
+SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")
+
+
+def history_frame(kind: Kind, setup: Setup, trace: Trace) -> pd.DataFrame:
+    """One row per evaluation; rounds, bytes and work are counted through all the stages."""
+    frames, before = [], {"round": 0, "bytes": 0, "oracle_calls": 0, "samples": 0}
+    for stage in trace.stages:
+        rounds = stage.history["round"]
+        totals = stage.cost.totals(stage.participants, stage.clients)
+        columns = {"round": before["round"] + rounds}
+        columns |= {name: before[name] + total[rounds] for name, total in totals.items()}
+        for name, values in stage.history.items():
+            if values.ndim == 2:
+                columns |= dict(zip(kind.entries(name, setup), values.T, strict=True))
+            elif name != "round":
+                columns[name] = values
+        frame = pd.DataFrame(columns)
+        frame.insert(0, "stage", stage.name)
+        frames.append(frame)
+        before = {name: int(frame[name].iloc[-1]) for name in before}
+    frame = pd.concat(frames, ignore_index=True)
+    frame.insert(0, "seed", trace.seed)
+    frame.insert(0, "method", trace.method)
+    return frame
+
+
+def cost_of(trace: Trace) -> dict[str, Any]:
+    return {
+        stage.name: {
+            "start": dataclasses.asdict(stage.cost.start),
+            "round": dataclasses.asdict(stage.cost.round),
+            "rounds": stage.rounds,
+        }
+        for stage in trace.stages
+    }
+
+
+def versions() -> dict[str, str]:
+    packages = ("nestfed", "jax", "jaxlib", "numpy", "optax", "pandas", "pyarrow")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
