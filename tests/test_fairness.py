@@ -15,7 +15,8 @@ from nestfed.hypergradients import Dense
 from nestfed.models import Perceptron
 from nestfed.staged import Budget, best_changes, make_setups, run_method, sweep_method
 from nestfed.tasks import fairness
-from nestfed.tasks.fairness import Fairness, GroupWeights, rates, soft_gap
+from nestfed.tasks.fair_problems import GroupWeights, WeightedRisk, soft_gap
+from nestfed.tasks.fairness import Fairness, rates
 
 STEPS = 20
 
@@ -171,7 +172,7 @@ def test_two_stages_hand_the_weights_over(kind, setups):
     assert (weights.name, model.name) == ("weights", "model")
     found = weights.history["weights"][-1]
     assert found.mean() == pytest.approx(1) and np.abs(found - 1).max() > 1e-3
-    problem = fairness.WeightedRisk(weights=jnp.asarray(found), groups=4, penalty=kind.penalty)
+    problem = WeightedRisk(weights=jnp.asarray(found), groups=4, penalty=kind.penalty)
     again = nestfed.simulate(
         nestfed.make("fedavg", lr=0.1, local_steps=5), setups[0].task(problem, setups[0].theta),
         seed=0, rounds=STEPS // 5,
