@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import Tracer
 
 from nestfed.randomness import random_indices
+from nestfed.scaled import Scaled, is_scaled, masked_sum
 
 Array = Any  # jax.Array, numpy.ndarray or a Python number
 PyTree = Any
@@ -268,20 +269,20 @@ class ClientRows:
         block = min(rows_at_once, self.largest)
         positions = jnp.arange(block, dtype=self.offset.dtype)
         one_row = lambda i: function(self.as_batch(self.take(i[None])))
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one_row, self.size * 0))
+        each = functools.partial(jax.tree.map, is_leaf=is_scaled)  # Scaled numbers know their own arithmetic
+        nothing = lambda a: Scaled.zeros(a) if is_scaled(a) else jnp.zeros(a.shape, a.dtype)
 
         def add_block(b, total):
             mean = function(self.as_batch(self.take(b * block + positions)))
-            return jax.tree.map(lambda s, m: s + block * m, total, mean)
+            return each(lambda s, m: s + block * m, total, mean)
 
         blocks = self.size // block
+        zeros = each(nothing, jax.eval_shape(one_row, self.size * 0))
         total = lax.fori_loop(jnp.zeros_like(blocks), blocks, add_block, zeros)
         rest = blocks * block + positions
         values = jax.vmap(one_row)(jnp.minimum(rest, self.size - 1))
-        inside = lambda v: (rest < self.size).reshape((block,) + (1,) * (v.ndim - 1))
-        return jax.tree.map(
-            lambda s, v: (s + jnp.where(inside(v), v, 0).sum(0)) / self.size.astype(v.dtype), total, values
-        )
+        size = lambda s: self.size.astype(jax.tree.leaves(s)[0].dtype)
+        return each(lambda s, v: (s + masked_sum(v, rest < self.size)) / size(s), total, values)
 
 
 @functools.partial(jax.jit, static_argnames=("count",))

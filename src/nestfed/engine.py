@@ -27,9 +27,9 @@ from nestfed.program import (
     Seat,
     Step,
     all_seats,
-    as_float,
     choose_cohort,
     cohort_of,
+    mean_over_clients,
     replay,
     run_round,
     seated,
@@ -74,15 +74,7 @@ class Plan(NamedTuple):
 
 def collective(seat: Seat) -> Exchange:
     """The exchange of clients that run side by side under vmap(axis_name="clients")."""
-    total = lax.psum(seat.weight, "clients")
-
-    def mean(tree):
-        def leaf(a):
-            a = as_float(a)
-            weighted = jnp.where(seat.weight > 0, seat.weight.astype(a.dtype) * a, 0)  # 0 * NaN would be NaN
-            return lax.psum(weighted, "clients") / jnp.where(total > 0, total, 1).astype(a.dtype)
-
-        return jax.tree.map(leaf, tree)
+    mean = lambda tree: mean_over_clients(tree, seat.weight)
 
     def gather(tree, reply, key):
         side_by_side = lambda a: lax.all_gather(a, "clients")

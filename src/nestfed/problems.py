@@ -31,6 +31,7 @@ from nestfed.core import (
     static,
     struct,
 )
+from nestfed.scaled import Scaled, is_scaled
 
 ORACLE_KINDS = ("GRAD", "VAL", "VJP", "HVP", "MIX", "SOLVE")
 
@@ -147,12 +148,23 @@ def first_line(error: Exception) -> str:
 
 @struct
 class SingleLevel(Problem):
-    """min_x mean_k E loss(x; batch of client k).  Subclasses define loss(x, batch, key)."""
+    """min_x mean_k E loss(x; batch of client k).
+
+    Subclasses define loss(x, batch, key); or, for methods that weigh the rows of a batch themselves,
+    per_row(x, batch, key) -> [rows] and perhaps regulariser(x), whose mean and sum is then the loss.
+    """
 
     family: ClassVar[str] = "single level"
 
+    def per_row(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        raise self.missing("loss(x, batch, key), or per_row(x, batch, key) for methods that weigh the rows of a batch")
+
+    def regulariser(self, x: PyTree) -> Array:
+        """What is added to the mean of `per_row`; zero by default."""
+        return jnp.zeros(())
+
     def loss(self, x: PyTree, batch: PyTree, key: Array) -> Array:
-        raise self.missing("loss(x, batch, key)")
+        return jnp.mean(self.per_row(x, batch, key)) + self.regulariser(x)
 
     @oracle("VAL")
     def value(self, x, sample: Sample):
@@ -161,6 +173,17 @@ class SingleLevel(Problem):
     @oracle("GRAD")
     def gradient(self, x, sample: Sample):
         return jax.grad(lambda x: self.loss(self.tree(0, x), sample.batch, sample.key))(x)
+
+    @oracle("VAL")
+    def row_values(self, x, sample: Sample):
+        """The losses of the batch's rows."""
+        return self.per_row(self.tree(0, x), sample.batch, sample.key)
+
+    @oracle("GRAD")
+    def weighted_gradient(self, x, weights, sample: Sample):
+        """The gradient of sum_i weights_i loss_i, plus the regulariser's."""
+        weighted = lambda x: jnp.vdot(weights, self.per_row(x, sample.batch, sample.key)) + self.regulariser(x)
+        return jax.grad(lambda x: weighted(self.tree(0, x)))(x)
 
     def functions(self, params, key):
         yield "loss", 0, lambda batch: self.loss(self.tree(0, params[0]), batch, key)
@@ -255,6 +278,9 @@ class Compositional(Problem):
 
     scope "global":  min_x mean_k extra_k(x) + outer(mean_k inner_k(x))
     scope "local":   min_x mean_k [ extra_k(x) + outer_k(inner_k(x)) ]       (another minimiser, in general)
+
+    Where inner values can overflow (exponentials of losses), `inner` returns a `Scaled` and `outer` gets one; the
+    algorithms do not notice.
     """
 
     scope: str = setting(
@@ -280,37 +306,86 @@ class Compositional(Problem):
         """Projection of an estimate of the inner value onto the domain of `outer`; identity by default."""
         return y
 
+    def bound_slope(self, slope: Array) -> Array:
+        """A bound on e^shift times the outer derivative, where inner values are Scaled; none by default.
+
+        An estimate of the inner value that is far too small makes a batch weigh e^20 times what it should; a problem
+        that knows the largest weight possible can say so here.
+        """
+        return slope
+
     @property
     def has_extra(self) -> bool:
         return self.defines("extra")
 
     def inner_flat(self, x, sample: Sample):
-        return jnp.ravel(self.inner(self.tree(0, x), sample.batch, sample.key))
+        value = self.inner(self.tree(0, x), sample.batch, sample.key)
+        return value.reshape(-1) if is_scaled(value) else jnp.ravel(value)
+
+    def shaped(self, y, sample: Sample):
+        """A flat inner value in the shape that the user's `inner` gives it."""
+        params = self.tree(0, jnp.zeros(self.layouts[0].size, jax.tree.leaves(y)[0].dtype))
+        value: Any = jax.eval_shape(lambda: self.inner(params, sample.batch, sample.key))
+        return y.reshape(value.value.shape if is_scaled(value) else value.shape)
 
     def outer_flat(self, y, sample: Sample):
-        params = self.tree(0, jnp.zeros(self.layouts[0].size, y.dtype))
-        value = jax.eval_shape(lambda: self.inner(params, sample.batch, sample.key))  # the user's shape of y
-        return self.outer(y.reshape(value.shape), sample.batch, sample.key)
+        return self.outer(self.shaped(y, sample), sample.batch, sample.key)
+
+    def into_domain(self, y, sample: Sample):
+        """(the nearest value in the domain of `outer`, 1.0 if that is another one): count what you project."""
+        if not self.defines("project_y"):
+            return y, jnp.zeros(())
+        projected: Any = self.project_y(self.shaped(y, sample))
+        projected = projected.reshape(-1)
+        moved = (projected - y).value if is_scaled(y) else projected - y
+        return projected, jnp.any(moved != 0).astype(float)
 
     @oracle("VAL")
     def inner_value(self, x, sample: Sample):
         return self.inner_flat(x, sample)
 
+    def first_estimate(self, x, draw: Callable[[Any], Sample], batches: int):
+        """The inner value at x on several batches together: a start for running estimates."""
+        add = lambda j, total: total + self.inner_value(x, draw(j))
+        return lax.fori_loop(1, batches, add, self.inner_value(x, draw(0)) * 1.0) / batches
+
     @oracle("VJP")
     def inner_vjp(self, x, sample: Sample):
         """(value, pull-back): use the value in an exchange, then pull the outer derivative back."""
-        return jax.vjp(lambda x: self.inner_flat(x, sample), x)
+        kind = jax.eval_shape(lambda x: self.inner_flat(x, sample), x)
+        if not is_scaled(kind):
+            return jax.vjp(lambda x: self.inner_flat(x, sample), x)
+
+        def parts(x):
+            y: Any = self.inner_flat(x, sample)
+            return y.value, y.shift
+
+        value, pull, shift = jax.vjp(parts, x, has_aux=True)
+        return Scaled(shift, value), jax.tree_util.Partial(Compositional._pull_scaled, self, pull, shift)
+
+    def _pull_scaled(self, pull, shift, slope: Scaled):
+        # d(e^shift value) applied to a derivative e^-s v: only the difference of the exponents is exponentiated.
+        return pull(self.bound_slope(slope.value * jnp.exp(slope.shift + shift)))
 
     def grad_outer(self, y, sample: Sample):
-        return jax.grad(self.outer_flat)(y, sample)
+        if not is_scaled(y):
+            return jax.grad(self.outer_flat)(y, sample)
+        return Scaled(-y.shift, jax.grad(lambda value: self.outer_flat(Scaled(y.shift, value), sample))(y.value))
 
     @oracle("GRAD")
     def grad_extra(self, x, sample: Sample):
         return jax.grad(lambda x: self.extra(self.tree(0, x), sample.batch, sample.key))(x)
 
+    def composed_gradient(self, x, pull, y, sample: Sample):
+        """grad extra + J inner^T grad outer(y), on the batch of `value, pull = inner_vjp(x, sample)`: what every method
+        descends along, each with a y of its own."""
+        (gradient,) = pull(self.grad_outer(y, sample))
+        return gradient + self.grad_extra(x, sample) if self.has_extra else gradient
+
     def functions(self, params, key):
         x = self.tree(0, params[0])
-        yield "inner", None, lambda batch: self.inner(x, batch, key)
+        plain = lambda y: y.value if is_scaled(y) else y
+        yield "inner", None, lambda batch: plain(self.inner(x, batch, key))
         yield "outer", 0, lambda batch: self.outer(self.inner(x, batch, key), batch, key)
         yield "extra", 0, lambda batch: self.extra(x, batch, key)
 
@@ -324,7 +399,14 @@ class Compositional(Problem):
         if self.scope == "local":
             return {"objective": fed.mean(extra + compose(inner))}
         inner, extra = fed.mean((inner, extra))
-        return {"objective": extra + fed.mean(compose(inner))}
+        return {"objective": extra + fed.mean(compose(inner))} | self.projections(server, client, fed)
+
+    def projections(self, server, client, fed):
+        """How often estimates of the inner value left the domain of `outer` so far, if the algorithm counts it."""
+        if getattr(server, "projections", None) is None:
+            return {}
+        own = getattr(client, "own_projections", None)
+        return {"projections": server.projections + (0 if own is None else fed.mean(own))}
 
 
 # ------------------------------------------------------------------------------------------------- P4 conditional

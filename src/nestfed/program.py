@@ -14,6 +14,7 @@ from jax import lax
 
 from nestfed.core import Algorithm, Array, ClientRows, Cohort, Fed, PyTree, Sample, Task, UserError, everything
 from nestfed.randomness import fold, fold_pair, priorities
+from nestfed.scaled import LOWEST, Scaled, is_scaled
 
 # Streams of random numbers. A key is folded from (seed, stream, round, client id, step, draw), never split by a size
 # or a position: adding a client, changing the cohort or the chunking of a run changes nobody else's numbers.
@@ -217,17 +218,26 @@ def as_float(a: Array) -> Array:
     return a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(float)
 
 
-def weighted_mean(values: PyTree, weights: Array) -> PyTree:
-    """Mean over the leading axis. Clients of weight zero are left out: even a NaN of theirs does not spread."""
-    total = weights.sum()
+def mean_over_clients(tree: PyTree, weight: Array) -> PyTree:
+    """The weighted mean over the axis "clients" of a vmap. Clients of weight zero are left out: even a NaN of theirs
+    does not spread. Scaled numbers are brought to the largest exponent among the clients."""
+    total = lax.psum(weight, "clients")
 
-    def leaf(a):
+    def plain(a):
         a = as_float(a)
-        shape = (-1,) + (1,) * (a.ndim - 1)
-        w = weights.astype(a.dtype).reshape(shape)
-        return jnp.where(w > 0, w * a, 0).sum(0) / jnp.where(total > 0, total, 1).astype(a.dtype)
+        weighted = jnp.where(weight > 0, weight.astype(a.dtype) * a, 0)
+        return lax.psum(weighted, "clients") / jnp.where(total > 0, total, 1).astype(a.dtype)
 
-    return jax.tree.map(leaf, values)
+    def scaled(y):
+        shift = lax.pmax(jnp.where(weight > 0, y.shift, LOWEST), "clients")
+        return Scaled(shift, plain(y.value * jnp.exp(jnp.minimum(y.shift - shift, 0)))).normal()
+
+    return jax.tree.map(lambda a: scaled(a) if is_scaled(a) else plain(a), tree, is_leaf=is_scaled)
+
+
+def weighted_mean(values: PyTree, weights: Array) -> PyTree:
+    """The same mean over the leading axis."""
+    return jax.vmap(mean_over_clients, out_axes=None, axis_name="clients")(values, weights)
 
 
 # ------------------------------------------------------------------------------------------------- who takes part

@@ -5,7 +5,9 @@ from typing import Any
 
 from nestfed.algorithms.fcfl import FCFL
 from nestfed.algorithms.fedavg import FedAvg, FedProx
+from nestfed.algorithms.fedavg_co import FedAvgCO1, FedAvgCO2
 from nestfed.algorithms.fedbio import FedBiO, FedBiOAcc
+from nestfed.algorithms.feddro import DSFedDRO, FedDRO
 from nestfed.algorithms.fedmbo import FedMBO
 from nestfed.algorithms.fedminmax import FedMinMax
 from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
@@ -32,6 +34,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "shrofbo": ShroFBO,
     "fedminmax": FedMinMax,
     "fcfl": FCFL,
+    "fedavg-co-1": FedAvgCO1,
+    "fedavg-co-2": FedAvgCO2,
+    "feddro": FedDRO,
+    "ds-feddro": DSFedDRO,
 }
 
 

@@ -1,0 +1,60 @@
+"""FedAvg on a composition, cases I and II: what plain averaging does to it. Negative controls; they must fail.
+
+Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k.
+
+Step at client k, y_k = g_k(x_k) on the step's batch:
+    x_k  <- x_k - lr (grad h_k(x_k) + J g_k(x_k)^T grad f(y_k))
+    x_k  <- mean_k x_k                                              last step of the round: d numbers
+Case II, first step of a round:  y_k <- mean_k g_k(x)               m numbers, an exchange of its own
+
+Why    Case I solves min_x mean_k f(g_k(x)), another problem. Case II starts every round right and leaves it in the
+       second step; with one local step it is exact gradient descent. On inner functions 4x - 4 and -2x + 4, whose mean
+       is x, with f(y) = sqrt(y^2 + 4) the solution is 0; both settle above 1 (`tasks.toys.counterexample`).
+Ref.   "Federated compositional optimization: the impact of two-sided learning rates on communication efficiency",
+       Algorithm 1 and Theorem D.1.
+Departures
+  * Case I's listing keeps y_k of the old point after an average; the proof refreshes it, and so does this.
+  * Deterministic in the paper, without h. Here h and mini-batches are allowed, one batch per step for both g and J g.
+"""
+
+from typing import NamedTuple
+
+from nestfed.core import Algorithm, Shared, at, setting, struct
+
+
+@struct
+class FedAvgCO1(Algorithm):
+    """Compositional, negative control: every client composes with its own inner function."""
+
+    lr: float = setting("eta: step size", above=0)
+
+    family = "compositional"
+    scope = "global"
+
+    class State(NamedTuple):
+        x: Shared
+
+    def init(self, problem, params, draw, fed):
+        return self.State(*params)
+
+    def step(self, problem, s, draw, fed):
+        y, pull = problem.inner_vjp(s.x, draw(0))
+        return self.descend(problem, s, pull, y, draw(0), fed)
+
+    def descend(self, problem, s, pull, y, batch, fed):
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, batch))
+        return self.State(problem.feasible_x(fed.mean(x)) if fed.sync else x)
+
+
+@struct
+class FedAvgCO2(FedAvgCO1):
+    """Compositional, negative control: inner values are averaged once a round, where it starts."""
+
+    def schedule(self):
+        if self.local_steps == 1:
+            return ((self.first_step, 1, True),)
+        return ((self.first_step, 1, False), (self.step, self.local_steps - 2, False), (self.step, 1, True))
+
+    def first_step(self, problem, s, draw, fed):
+        y, pull = problem.inner_vjp(s.x, draw(0))
+        return self.descend(problem, s, pull, fed.mean(y), draw(0), fed)
