@@ -112,6 +112,18 @@ class PowerDecay:
 
 
 @struct
+class StepDecay:
+    """Step size `scale`, and factor times that from step `at` on."""
+
+    scale: float
+    at: float
+    factor: float = 0.1
+
+    def __call__(self, t):
+        return self.scale * jnp.where(t < self.at, 1.0, self.factor)
+
+
+@struct
 class Schedule:
     """Any function of the step index (an optax schedule, say) in place of a number: `lr=Schedule(function=...)`."""
 

@@ -22,13 +22,12 @@ import jinja2
 import numpy as np
 import pandas as pd
 import tomli_w
-from scipy import stats
 
 from nestfed.methods import Method
 from nestfed.record import Record
 from nestfed.report import figures, studies, tables, write_report
-from nestfed.report.statistics import Paired, finished, paired
-from nestfed.reproduce.verdicts import Claim, claims_table, markdown_claims
+from nestfed.report.statistics import finished, paired
+from nestfed.reproduce.verdicts import Claim, all_above, all_below, at_level, claims_table, markdown_claims
 from nestfed.results import make_record
 from nestfed.staged import Budget, Trace, best_changes, bounded, make_setups, score_of, sweep_method, sweep_next_stage
 from nestfed.tasks.fairness import Fairness
@@ -359,7 +358,7 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
     named = lambda results: {name(*key): result for key, result in results.items()}
 
     eqopp = named(against("test_eqopp"))
-    accuracy = {case: _at_level(result, -0.01) for case, result in named(against("test_accuracy")).items()}
+    accuracy = {case: at_level(result, -0.01) for case, result in named(against("test_accuracy")).items()}
     half = lambda method: {
         name(method, cell): paired(_rounds_to_fedbio(record, method), _half_of_the_rounds(record))
         for cell, record in records.items()
@@ -381,59 +380,32 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
     return [
         Claim(
             "1", "FedBiO and FedBiOAcc have a lower test EqOpp gap than FedAvg in all four settings.",
-            "test EqOpp gap minus FedAvg's", eqopp, _all_below(eqopp, 0.0),
+            "test EqOpp gap minus FedAvg's", eqopp, all_below(eqopp, 0.0),
         ),
         Claim(
             "2", "They lose at most one point of test accuracy.", "test accuracy minus FedAvg's", accuracy,
-            _all_above(accuracy, -0.01), level=-0.01,
+            all_above(accuracy, -0.01), level=-0.01,
         ),
         Claim(
             "3", "FedBiOAcc reaches FedBiO's final outer loss in at most half the rounds.",
             "rounds needed, minus half of all rounds (a run that never gets there counts as all rounds)",
-            half("fedbioacc"), _all_below(half("fedbioacc"), 0.0, or_equal=True),
+            half("fedbioacc"), all_below(half("fedbioacc"), 0.0, or_equal=True),
         ),
         Claim(
             "3b", "The same with c = 50 instead of the paper's 1, and inner steps up to 100 (our variant).",
-            "rounds needed, minus half of all rounds", half(FORGETFUL), _all_below(half(FORGETFUL), 0.0, or_equal=True),
+            "rounds needed, minus half of all rounds", half(FORGETFUL), all_below(half(FORGETFUL), 0.0, or_equal=True),
         ),
         Claim(
             "4", "Dealing rows non-I.I.D. slows convergence.",
-            "rounds to 90 % of the outer loss's decrease, non-I.I.D. minus I.I.D.", slower, _all_above(slower, 0.0),
+            "rounds to 90 % of the outer loss's decrease, non-I.I.D. minus I.I.D.", slower, all_above(slower, 0.0),
         ),
         Claim(
             "5", "FedReg and FCFL lose their advantage over FedAvg when rows are dealt non-I.I.D.",
             "advantage in test EqOpp, non-I.I.D. minus I.I.D.", lost,
-            _all_below(lost, 0.0) if all(had)
+            all_below(lost, 0.0) if all(had)
             else f"cannot be judged: {sum(had)} of {len(had)} have a clear I.I.D. advantage to lose",
         ),
     ]  # fmt: skip
-
-
-def _at_level(result: Paired, level: float) -> Paired:
-    """The same difference, with the p-value of the test against another level than zero."""
-    error = (result.high - result.low) / 2 / stats.t.ppf(0.975, result.n - 1) if result.n > 1 else np.nan
-    if not error > 0:
-        return result
-    return result._replace(p=float(2 * stats.t.sf(abs(result.mean - level) / error, result.n - 1)))
-
-
-def _all_below(results: Mapping[str, Paired], level: float, or_equal: bool = False) -> str:
-    below = [r.mean <= level if or_equal else r.mean < level for r in results.values()]
-    clear = [r.high < level or (or_equal and r.high <= level) for r in results.values()]
-    return _verdict(below, clear)
-
-
-def _all_above(results: Mapping[str, Paired], level: float) -> str:
-    return _verdict([r.mean > level for r in results.values()], [r.low > level for r in results.values()])
-
-
-def _verdict(true: Sequence[bool], clear: Sequence[bool]) -> str:
-    """In words, with the numbers of cases: in the mean, and beyond what seeds explain."""
-    n = len(true)
-    count = f"{sum(true)} of {n} cases in the mean, {sum(clear)} of {n} with a 95 % interval on that side"
-    if all(clear):
-        return f"holds ({count})"
-    return f"holds in the mean only ({count})" if all(true) else f"does not hold ({count})"
 
 
 def _outer_loss(record: Record, method: str) -> Any:

@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
+from scipy import stats
 
 from nestfed.report.statistics import Paired
 
@@ -50,3 +52,35 @@ def markdown_claims(claims: Sequence[Claim]) -> str:
             lines.append(f"   - {case}: {r.mean:+.4g} {interval}")
         lines.append("")
     return "\n".join(lines) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------- in words
+
+
+def at_level(result: Paired, level: float) -> Paired:
+    """The same difference, with the p-value of the test against another level than zero."""
+    error = (result.high - result.low) / 2 / stats.t.ppf(0.975, result.n - 1) if result.n > 1 else np.nan
+    if not error > 0:
+        return result
+    return result._replace(p=float(2 * stats.t.sf(abs(result.mean - level) / error, result.n - 1)))
+
+
+def all_below(results: Mapping[str, Paired], level: float, or_equal: bool = False) -> str:
+    """Are all differences below the level?"""
+    below = [r.mean <= level if or_equal else r.mean < level for r in results.values()]
+    clear = [r.high < level or (or_equal and r.high <= level) for r in results.values()]
+    return _verdict(below, clear)
+
+
+def all_above(results: Mapping[str, Paired], level: float) -> str:
+    """Are all differences above the level?"""
+    return _verdict([r.mean > level for r in results.values()], [r.low > level for r in results.values()])
+
+
+def _verdict(true: Sequence[bool], clear: Sequence[bool]) -> str:
+    """In words, with the numbers of cases: in the mean, and beyond what seeds explain."""
+    n = len(true)
+    count = f"{sum(true)} of {n} cases in the mean, {sum(clear)} of {n} with a 95 % interval on that side"
+    if all(clear):
+        return f"holds ({count})"
+    return f"holds in the mean only ({count})" if all(true) else f"does not hold ({count})"
