@@ -1,8 +1,19 @@
-"""Tables, their features, and how rows are dealt to clients."""
+"""Tables and images, their features, and how rows are dealt to clients."""
 
 from nestfed.data.features import RECIPES, Encoder
 from nestfed.data.federated import Federated, federate
 from nestfed.data.files import read_table
+from nestfed.data.images import (
+    FederatedImages,
+    Images,
+    channel_statistics,
+    deal_images,
+    load_images,
+    normalise,
+    random_crop_flip,
+    shorten_first_half,
+)
+from nestfed.data.noisy_groups import NoisyGroups, adult_noisy_groups, proxy_groups, with_proxies
 from nestfed.data.partition import (
     PARTS,
     TEST,
@@ -31,12 +42,18 @@ __all__ = [
     "VALIDATION",
     "Encoder",
     "Federated",
+    "FederatedImages",
+    "Images",
+    "NoisyGroups",
     "Table",
+    "adult_noisy_groups",
     "assign",
     "balanced_validation",
     "by_column",
     "by_ratios",
+    "channel_statistics",
     "classes",
+    "deal_images",
     "describe",
     "dirichlet",
     "draw_holdings",
@@ -44,9 +61,15 @@ __all__ = [
     "holdings",
     "iid",
     "load",
+    "load_images",
+    "normalise",
     "overview",
+    "proxy_groups",
+    "random_crop_flip",
     "read_table",
     "shards",
+    "shorten_first_half",
     "split_by_group",
     "summary",
+    "with_proxies",
 ]

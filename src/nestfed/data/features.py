@@ -10,10 +10,15 @@ Recipes
   minimax-fair-slip   the same, with the slip of the published code: whether a column is a category is looked up by its
                       position in the full table, although the group column was removed before; on Adult without race
                       this one-hot encodes capital-gain (220 columns instead of 102)
+  bucketed            as "Robust optimization for fairness with noisy protected groups" (Wang et al. 2020) prepares
+                      Adult: numbers cut into buckets, Adult's columns at the published edges, others (its age) at
+                      their quartiles; buckets and categories one-hot with a column for every one of them. (Their code
+                      leaves the youngest out of all buckets; here they are in the first.)
 In all of them constant columns are left out, and a category not seen in `fit` gives zeros.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -22,7 +27,13 @@ import pandas as pd
 from nestfed.core import UserError
 from nestfed.data.table import Column, categories, columns_of, is_number, nearest, to_number
 
-RECIPES = ("standard", "minimax-fair", "minimax-fair-raw", "minimax-fair-slip")
+RECIPES = ("standard", "minimax-fair", "minimax-fair-raw", "minimax-fair-slip", "bucketed")
+EDGES = {  # where Adult's numbers are cut; the published outermost edges (-1 and 100000, ...) enclose all values
+    "capital-gain": (1, 4000, 10000),
+    "capital-loss": (1, 1800, 1950),
+    "hours-per-week": (39, 41, 50),
+    "education-num": (8, 9, 11),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +76,55 @@ class Number:
 
 
 @dataclasses.dataclass(frozen=True)
+class Buckets:
+    """One 0/1 column per bucket; an edge belongs to the bucket below it, missing values to none."""
+
+    name: str
+    edges: tuple[float, ...]  # between the buckets
+    mark_missing: bool
+
+    @classmethod
+    def fit(cls, values: Column, rows: np.ndarray) -> "Buckets":
+        numbers = read_numbers(values, coded=False)
+        missing = np.isnan(numbers)
+        known = numbers[rows & ~missing]
+        quartiles = np.quantile(known, (0.25, 0.5, 0.75)) if known.size else ()
+        edges = np.unique(np.asarray(EDGES.get(str(values.name), quartiles), float)).tolist()
+        # Of a column of one value no edge is left, and so no bucket.
+        two_sided = lambda edge: (numbers <= edge).any() and (numbers > edge).any()
+        return cls(str(values.name), tuple(filter(two_sided, edges)), bool(missing.any()))
+
+    @property
+    def names(self) -> list[str]:
+        ends = [f"{edge:g}" for edge in self.edges]
+        middle = [f"{self.name} {low} to {high}" for low, high in itertools.pairwise(ends)]
+        buckets = [f"{self.name} up to {ends[0]}", *middle, f"{self.name} above {ends[-1]}"] if ends else []
+        return buckets + [f"{self.name} missing"] * self.mark_missing
+
+    def encode(self, values: Column) -> list[np.ndarray]:
+        numbers = read_numbers(values, coded=False)
+        missing = np.isnan(numbers)
+        bucket = np.where(missing, -1, np.searchsorted(self.edges, numbers, side="left"))
+        buckets = [bucket == i for i in range(len(self.edges) + 1)] if self.edges else []
+        return buckets + [missing] * self.mark_missing
+
+
+@dataclasses.dataclass(frozen=True)
 class Category:
-    """One 0/1 column per level; two levels need only one column, of the second."""
+    """One 0/1 column per level; two levels need only one column, of the second, unless `all_levels` are wanted."""
 
     name: str
     levels: tuple[str, ...]
+    all_levels: bool = False
 
     @classmethod
-    def fit(cls, values: Column) -> "Category":
+    def fit(cls, values: Column, *, all_levels: bool = False) -> "Category":
         levels = categories(values.sort_values() if is_number(values) else values)[1]
-        return cls(str(values.name), tuple(levels if is_number(values) else sorted(levels)))
+        return cls(str(values.name), tuple(levels if is_number(values) else sorted(levels)), all_levels)
 
     @property
     def first(self) -> int:
-        return 1 if len(self.levels) <= 2 else 0
+        return 1 if len(self.levels) <= (1 if self.all_levels else 2) else 0
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +142,7 @@ class Encoder:
     """Fitted once, applied to any table with the same columns."""
 
     recipe: str
-    columns: tuple[Number | Category, ...]
+    columns: tuple[Number | Buckets | Category, ...]
 
     @classmethod
     def fit(
@@ -109,8 +155,9 @@ class Encoder:
     ) -> "Encoder":
         """Learn the columns of `frame`.
 
-        rows        mask of the rows that means, deviations and medians are taken from (all if None). Which categories
-                    and gaps there are is taken from all rows, so that every split of a table has the same features.
+        rows        mask of the rows that means, deviations, medians and quartiles are taken from (all if None). Which
+                    categories and gaps there are is taken from all rows, so that every split of a table has the same
+                    features.
         full_table  the table before the group column was removed; only "minimax-fair-slip" looks at it
         """
         if recipe not in RECIPES:
@@ -127,9 +174,13 @@ class Encoder:
         rows = np.ones(len(frame), bool) if rows is None else rows
         columns = []
         for (_, values), is_text in zip(columns_of(frame), text, strict=True):
-            coded = recipe != "standard" and is_text and is_coded(values)
-            number = coded or not is_text
-            columns.append(Number.fit(values, recipe, rows, coded=coded) if number else Category.fit(values))
+            coded = recipe.startswith("minimax-fair") and is_text and is_coded(values)
+            if is_text and not coded:
+                columns.append(Category.fit(values, all_levels=recipe == "bucketed"))
+            elif recipe == "bucketed":
+                columns.append(Buckets.fit(values, rows))
+            else:
+                columns.append(Number.fit(values, recipe, rows, coded=coded))
         encoder = cls(recipe, tuple(columns))
         if not encoder.names:
             raise UserError(
@@ -144,8 +195,9 @@ class Encoder:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "Encoder":
-        column = lambda c: Category(c["name"], tuple(c["levels"])) if "levels" in c else Number(**c)
-        return cls(content["recipe"], tuple(map(column, content["columns"])))
+        kind: Any = lambda c: Category if "levels" in c else Buckets if "edges" in c else Number
+        plain = lambda c: {name: tuple(value) if isinstance(value, list) else value for name, value in c.items()}
+        return cls(content["recipe"], tuple(kind(c)(**plain(c)) for c in content["columns"]))
 
     @property
     def names(self) -> list[str]:
@@ -154,7 +206,8 @@ class Encoder:
     def check(self, frame: pd.DataFrame) -> None:
         """Refuse text where the training data had numbers: it would count as missing."""
         for column in self.columns:
-            if isinstance(column, Number) and not column.coded and column.name in frame:
+            number = isinstance(column, Buckets) or isinstance(column, Number) and not column.coded
+            if number and column.name in frame:
                 values: Any = frame[column.name].dropna()
                 numbers: Any = pd.to_numeric(values, errors="coerce")
                 wrong = values[numbers.isna()]

@@ -1,30 +1,17 @@
-"""Public tables by name.
+"""Public tables by name. `fetch` finds their files; nothing is used before its checksum (or, where none is published,
+its counts) are right."""
 
-`load` looks in the folder that the environment variable NESTFED_DATA names (official files, plain, gzipped, or in the
-archive the host serves), then in the package, then in the cache folder, and at last downloads from the official host
-into the cache folder. Nothing is used before its checksum (or, where none is published, its counts) are right.
-"""
-
-import contextlib
 import dataclasses
-import gzip
-import hashlib
-import http.client
 import importlib.resources
 import io
-import os
-import tempfile
-import urllib.request
-import zipfile
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from nestfed.core import UserError
+from nestfed.data.fetch import REMEDY, Official, first_line, obtain
 from nestfed.data.table import Table, nearest
 
 UCI = "https://archive.ics.uci.edu/static/public"
@@ -52,18 +39,14 @@ COMPAS_COLUMNS = (  # the file also holds names, dates of birth and case numbers
 ).split()
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source(Official):
     """Where a table comes from, how its files are read, and the roles of its columns."""
 
     rows: int
     positives: int
-    files: tuple[str, ...]  # official names
-    read: Callable[..., pd.DataFrame]  # from the bytes of these files
-    address: str  # a file, or an archive that holds the files
+    read: Callable[..., pd.DataFrame]  # from the bytes of the files
     roles: dict[str, Any]
-    md5: dict[str, str] = dataclasses.field(default_factory=dict)
-    other_names: tuple[str, ...] = ()  # of the one file, as others distribute it
     bundled: Callable[[], pd.DataFrame] | None = None
 
 
@@ -281,134 +264,22 @@ def load(name: str) -> Table:
     """A public table by its name."""
     if name not in SOURCES:
         raise UserError(f"unknown data {name!r}{nearest(name, SOURCES)}; known are {', '.join(SOURCES)}.")
-    return Table(name=name, frame=_frame(name, SOURCES[name]), **SOURCES[name].roles)
+    source = SOURCES[name]
+    frame = obtain(name, source, lambda contents, where: _read(name, source, contents, where), source.bundled)
+    return Table(name=name, frame=frame, **source.roles)
 
 
-# ------------------------------------------------------------------------------------------------- finding the files
-
-
-def _frame(name: str, source: Source) -> pd.DataFrame:
-    named = os.environ.get("NESTFED_DATA")
-    if named:
-        if not Path(named).is_dir():
-            raise UserError(f"NESTFED_DATA={named} is not a folder; name the folder with the data files, or unset it.")
-        contents = _find(Path(named), source)
-        if contents is not None:
-            return _checked(name, source, contents, f"the folder {named} (NESTFED_DATA)")
-    if source.bundled is not None:
-        return source.bundled()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestfed"
-    contents = _find(cache, source)
-    if contents is not None:
-        return _checked(name, source, contents, f"the cache folder {cache}")
-    contents = _download(name, source)
-    frame = _checked(name, source, contents, source.address)
-    with contextlib.suppress(OSError):  # a home that cannot be written to only costs a download the next time
-        cache.mkdir(parents=True, exist_ok=True)
-        for file, content in contents.items():
-            _write(cache / file, content)
-    return frame
-
-
-def _find(folder: Path, source: Source) -> dict[str, bytes] | None:
-    """The contents of the source's files by the names found, if the folder has all of them."""
-    archive = folder / source.address.rsplit("/", 1)[-1]
-    zipped = archive.read_bytes() if archive.suffix == ".zip" and archive.is_file() else None
-    contents = {}
-    for file in source.files:
-        for candidate in (file, *source.other_names):
-            if (folder / candidate).is_file():
-                contents[candidate] = (folder / candidate).read_bytes()
-                break
-            if (folder / f"{candidate}.gz").is_file():
-                contents[candidate] = _gunzip(folder / f"{candidate}.gz")
-                break
-        else:
-            content = _unzip(zipped, file, str(archive)) if zipped is not None else None
-            if content is None:
-                return None
-            contents[file] = content
-    return contents
-
-
-def _gunzip(path: Path) -> bytes:
-    try:
-        return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error):
-        raise UserError(f"{path} is not a complete gzip file; replace it, or take it out of its folder.") from None
-
-
-def _unzip(content: bytes, file: str, where: str) -> bytes | None:
-    """A file of an archive, or of an archive in it."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for member in archive.namelist():
-                if member.rsplit("/", 1)[-1] == file:
-                    return archive.read(member)
-            for member in archive.namelist():
-                if member.endswith(".zip"):
-                    found = _unzip(archive.read(member), file, f"{where}/{member}")
-                    if found is not None:
-                        return found
-    except (zipfile.BadZipFile, zlib.error):
-        raise UserError(f"{where} is not a complete zip archive; get it again, or supply {file} itself.") from None
-    return None
-
-
-def _checked(name: str, source: Source, contents: dict[str, bytes], where: str) -> pd.DataFrame:
-    """The frame, after the checksums; files without a published one are known by their counts."""
-    remedy = "Nothing was changed: replace or remove it, or set NESTFED_DATA to a folder with the official file."
-    for file, content in contents.items():
-        found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-        if found != source.md5.get(file, found):
-            raise UserError(
-                f"{file} from {where} has the md5 sum {found}, the official file has {source.md5[file]}: it is another "
-                f"version or damaged. {remedy}"
-            )
+def _read(name: str, source: Source, contents: dict[str, bytes], where: str) -> pd.DataFrame:
+    """The frame; files without a published checksum are known by their counts."""
     files = " and ".join(contents)
     try:
         frame = source.read(*contents.values())
         positives = int(Table(name=name, frame=frame, **source.roles).labels().sum())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{files} from {where} is not the table {name!r} ({_first_line(error)}). {remedy}") from None
+        raise UserError(f"{files} from {where} is not the table {name!r} ({first_line(error)}). {REMEDY}") from None
     if (len(frame), positives) != (source.rows, source.positives):
         raise UserError(
             f"{files} from {where} has {len(frame)} rows with {positives} positive labels, expected are {source.rows} "
-            f"and {source.positives}. {remedy}"
+            f"and {source.positives}. {REMEDY}"
         )
     return frame
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _download(name: str, source: Source) -> dict[str, bytes]:
-    advice = (
-        f"download it elsewhere, put {' and '.join(source.files)} into a folder, and set the environment variable "
-        "NESTFED_DATA to that folder"
-    )
-    request = urllib.request.Request(source.address, headers={"User-Agent": "nestfed"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            content = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(
-            f"the data {name!r} could not be fetched from {source.address} ({_first_line(error)}): {advice}."
-        ) from None
-    if not source.address.endswith(".zip"):
-        return {source.files[0]: content}
-    contents = {}
-    for file in source.files:
-        found = _unzip(content, file, source.address)
-        if found is None:
-            raise UserError(f"the archive {source.address} does not hold {file}: {advice}.")
-        contents[file] = found
-    return contents
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, also when two runs write at once."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)

@@ -1,0 +1,417 @@
+"""Public sets of images by name; images dealt to clients, normalised and varied.
+
+`fetch` finds the files; nothing is used before its checksum, its counts and, where it is known, the checksum of the
+pixels are right. Pixels stay bytes until a model sees them: a pool of floats would be four times as large.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import io
+import lzma
+import pickle
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+from jax import lax
+
+from nestfed.core import Array, Rows, UserError
+from nestfed.data import partition as rules
+from nestfed.data.fetch import REMEDY, Official, first_line, obtain
+from nestfed.data.partition import TRAIN
+from nestfed.data.table import nearest
+from nestfed.randomness import random_indices
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FASHION_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+IDX_FILES = (
+    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Images and their classes, in the order of the files."""
+
+    train_images: np.ndarray  # uint8 [images, height, width, channels]
+    train_labels: np.ndarray  # int32 [images]
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    class_names: tuple[str, ...]
+
+    def digest(self) -> str:
+        """sha256 of all pixels, training images first, followed by all labels as bytes."""
+        digest = hashlib.sha256()
+        for array in (self.train_images, self.test_images, self.train_labels, self.test_labels):
+            digest.update(np.ascontiguousarray(array, np.uint8).data)
+        return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSource(Official):
+    """Where images come from and how their files are read."""
+
+    train: int
+    test: int
+    classes: int
+    read: Callable[..., Images]  # from the bytes of the files
+    sha256: str | None = None  # of pixels and labels (`Images.digest`), whatever file they come in
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Plain containers, numbers, text and arrays. A pickle may ask for any function and have it called, and an md5 sum
+    does not rule out a file that was made to match it: whatever else is asked for is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Named as by the numpy of any time. The copy: what the pickle does to a type must not reach numpy's own.
+        parts = {
+            "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],
+            "numpy.ndarray": np.ndarray,
+            "numpy.dtype": lambda code, *_: np.dtype(code, copy=True),
+        }
+        asked = f"{module}.{name}"
+        found = parts.get(asked.replace("numpy._core.", "numpy.core."))
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {asked}, which arrays do not need: refused")
+        return found
+
+
+def _unpickled(name: str, content: bytes) -> dict[str, Any]:
+    """The dictionary in a file of an archive; text of Python 2 is read as text."""
+    try:
+        found = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
+    except Exception as error:  # pickle documents no narrower kind for what damaged files lead to
+        raise ValueError(f"{name} in it: {first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} in it holds a {type(found).__name__}, not a dictionary")
+    return found
+
+
+def _members(content: bytes, wanted: Sequence[str]) -> list[dict[str, Any]]:
+    """The dictionaries in these files of a tar.gz archive."""
+    found = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
+            for member in archive:
+                name = member.name.rsplit("/", 1)[-1]
+                file = archive.extractfile(member) if name in wanted else None
+                if file is not None:
+                    found[name] = file.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error):
+        raise ValueError("it is not a complete tar.gz archive") from None
+    for name in wanted:
+        if name not in found:
+            raise ValueError(f"it does not hold {name}")
+    return [_unpickled(name, found[name]) for name in wanted]
+
+
+def _from_batches(train: Sequence[dict[str, Any]], test: dict[str, Any], labels: str, names: Sequence[str]) -> Images:
+    # A row holds the red, the green and the blue plane of an image.
+    pixels = lambda batch: np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return Images(
+        train_images=np.concatenate([pixels(batch) for batch in train]),
+        train_labels=np.concatenate([np.asarray(batch[labels], np.int32) for batch in train]),
+        test_images=np.ascontiguousarray(pixels(test)),
+        test_labels=np.asarray(test[labels], np.int32),
+        class_names=tuple(map(str, names)),
+    )
+
+
+def read_cifar10(content: bytes) -> Images:
+    """The official archive, or an npz file with the arrays of `Images`."""
+    if zipfile.is_zipfile(io.BytesIO(content)):
+        with np.load(io.BytesIO(content)) as file:
+            pixels = (file["train_images"], file["test_images"])
+            labels = (file["train_labels"].astype(np.int32), file["test_labels"].astype(np.int32))
+        return Images(pixels[0], labels[0], pixels[1], labels[1], CIFAR10_CLASSES)
+    *train, test = _members(content, (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"))
+    return _from_batches(train, test, "labels", CIFAR10_CLASSES)
+
+
+def read_cifar100(content: bytes) -> Images:
+    train, test, meta = _members(content, ("train", "test", "meta"))
+    return _from_batches([train], test, "fine_labels", meta["fine_label_names"])
+
+
+def read_cifar10_subset(content: bytes) -> Images:
+    """Pixels stored as errors of a prediction: of green, and of red and blue less that of green, modulo 256."""
+    with np.load(io.BytesIO(content)) as file:
+        labels, number = file["y"].astype(np.int32), int(file["n_train"])
+        stream = lzma.decompress(file["residual_xz"].tobytes())
+    green, red, blue = np.frombuffer(stream, np.uint8).reshape(3, len(labels), 32, 32)
+    pixels = _undo_prediction(np.stack([red + green, green, blue + green], axis=-1))
+    return Images(pixels[:number], labels[:number], pixels[number:], labels[number:], CIFAR10_CLASSES)
+
+
+def _undo_prediction(errors: np.ndarray) -> np.ndarray:
+    """Pixels from the errors of the median-edge predictor: the median of the left, the upper and left + upper -
+    corner; in the first row and column the only neighbour. All images at once, uint8 [images, rows, columns, ...]."""
+    errors = np.moveaxis(errors, 0, -1).astype(np.int16)
+    pixels = np.zeros_like(errors)
+    rows, columns = errors.shape[:2]
+    for i in range(rows):
+        for j in range(columns):
+            if i and j:
+                left, upper = pixels[i, j - 1], pixels[i - 1, j]
+                low, high = np.minimum(left, upper), np.maximum(left, upper)
+                guess = np.clip(left + upper - pixels[i - 1, j - 1], low, high)
+            else:
+                guess = pixels[i, j - 1] if j else pixels[i - 1, j] if i else 0
+            pixels[i, j] = (errors[i, j] + guess) & 255
+    return np.ascontiguousarray(np.moveaxis(pixels.astype(np.uint8), -1, 0))
+
+
+def read_idx(content: bytes) -> np.ndarray:
+    """An array of bytes: two zeros, the code of the type, the number of dimensions, the dimensions, the values."""
+    zeros, kind, dimensions = struct.unpack(">HBB", content[:4])
+    if zeros or kind != 8:
+        raise ValueError(f"it starts with {content[:4].hex()}, an idx file of bytes with 000008")
+    start = 4 + 4 * dimensions
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def read_idx_files(
+    train_images: bytes, train_labels: bytes, test_images: bytes, test_labels: bytes, class_names: Sequence[str]
+) -> Images:
+    return Images(
+        train_images=read_idx(train_images)[..., None],
+        train_labels=read_idx(train_labels).astype(np.int32),
+        test_images=read_idx(test_images)[..., None],
+        test_labels=read_idx(test_labels).astype(np.int32),
+        class_names=tuple(class_names),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+def _idx_source(folder: str, address: str, class_names: Sequence[str], md5: Sequence[str]) -> ImageSource:
+    files = tuple(f"{folder}/{file}" for file in IDX_FILES)  # several sets have files of these names
+    return ImageSource(
+        files=files,
+        address=address,
+        # Of the files inside the .gz: how they were compressed differs from distributor to distributor.
+        md5=dict(zip(files, md5, strict=True)),
+        train=60000,
+        test=10000,
+        classes=10,
+        read=functools.partial(read_idx_files, class_names=class_names),
+    )
+
+
+TORONTO = "https://www.cs.toronto.edu/~kriz"
+
+IMAGE_SOURCES = {
+    "cifar10": ImageSource(
+        files=("cifar-10-python.tar.gz",),
+        address=f"{TORONTO}/cifar-10-python.tar.gz",
+        md5={"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a"},
+        other_names=("cifar10.npz",),  # as tools/fetch_cifar10.py writes it
+        train=50000,
+        test=10000,
+        classes=10,
+        read=read_cifar10,
+        # Computed by tools/fetch_cifar10.py from images that, written in the layout of the official binary batches,
+        # have the sha256 sums of these batches.
+        sha256="795f1793d7b8f8883c578442a02455d2469d49685325e98ea0621b15f4a88d69",
+    ),
+    "cifar100": ImageSource(
+        files=("cifar-100-python.tar.gz",),
+        address=f"{TORONTO}/cifar-100-python.tar.gz",
+        md5={"cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85"},
+        train=50000,
+        test=10000,
+        classes=100,
+        read=read_cifar100,
+    ),
+    # Of each class the first 1,100 and the last 100 training images and the first 200 test images of CIFAR-10.
+    "cifar10-subset": ImageSource(
+        files=("cifar10_subset_14000.npz",),
+        address=None,
+        train=12000,
+        test=2000,
+        classes=10,
+        read=read_cifar10_subset,
+        sha256="47fd63fe8d09a8361fd66989321a82ea6d9953b8b0ad3a1b0df3cf51bb9c5c04",
+    ),
+    # The mirror of the Common Visual Data Foundation: the author's own page no longer serves the files.
+    "mnist": _idx_source(
+        "mnist",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        tuple("0123456789"),
+        (
+            "6bbc9ace898e44ae57da46a324031adb",
+            "a25bea736e30d166cdddb491f175f624",
+            "2646ac647ad5339dbf082846283269ea",
+            "27ae3e4e09519cfbb04c329615203637",
+        ),
+    ),
+    "fashion-mnist": _idx_source(
+        "fashion-mnist",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        FASHION_CLASSES,
+        (
+            "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+            "9018921c3c673c538a1fc5bad174d6f9",
+            "8181f5470baa50b63fa0f6fddb340f0a",
+            "15d484375f8d13e6eb1aabb0c3f46965",
+        ),
+    ),
+}
+
+
+def load_images(name: str) -> Images:
+    """A public set of images by its name: cifar10, cifar100, cifar10-subset, mnist or fashion-mnist."""
+    if name not in IMAGE_SOURCES:
+        raise UserError(f"unknown images {name!r}{nearest(name, IMAGE_SOURCES)}; known are {', '.join(IMAGE_SOURCES)}.")
+    source = IMAGE_SOURCES[name]
+    return obtain(name, source, lambda contents, where: _read(name, source, contents, where))
+
+
+def _read(name: str, source: ImageSource, contents: dict[str, bytes], where: str) -> Images:
+    files = " and ".join(contents)
+    try:
+        images = source.read(*contents.values())
+        problem = _difference(images, source)
+    except (ValueError, LookupError, TypeError, OSError, struct.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+        problem = first_line(error)
+    if problem:
+        raise UserError(f"{files} from {where} cannot be used as the images {name!r} ({problem}). {REMEDY}")
+    return images
+
+
+def _difference(images: Images, source: ImageSource) -> str | None:
+    """What tells these images from those that the source stands for."""
+    found = (len(images.train_images), len(images.test_images), len(images.class_names))
+    expected = (source.train, source.test, source.classes)
+    if found != expected:
+        words = "{} training images, {} test images and {} classes"
+        return f"it holds {words.format(*found)}, expected are {words.format(*expected)}"
+    for pixels, labels in ((images.train_images, images.train_labels), (images.test_images, images.test_labels)):
+        if labels.shape != pixels.shape[:1] or labels.min() < 0 or labels.max() >= source.classes:
+            return f"its labels are not one number from 0 to {source.classes - 1} per image"
+    if source.sha256 and images.digest() != source.sha256:
+        return f"its pixels and labels have the sha256 sum {images.digest()}, the official ones {source.sha256}"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- imbalance
+
+
+def shorten_first_half(images: Images, keep: int = 100) -> Images:
+    """Of each class in the first half only the last `keep` training images; all else unchanged, in the same order.
+
+    With 100 images this makes CIFAR10-ST and CIFAR100-ST of the full sets.
+    """
+    rows = last_of_first_half(images.train_labels, len(images.class_names), keep)
+    return dataclasses.replace(images, train_images=images.train_images[rows], train_labels=images.train_labels[rows])
+
+
+def last_of_first_half(labels: np.ndarray, classes: int, keep: int = 100) -> np.ndarray:
+    """Mask of the rows to keep: the last `keep` of each class below classes / 2, and all of the others."""
+    if not isinstance(keep, int | np.integer) or keep < 1:
+        raise UserError(f"keep={keep!r} was given; give the whole number, from 1, of images kept of a class.")
+    mask = labels >= classes // 2
+    for label in range(classes // 2):
+        mask[np.flatnonzero(labels == label)[-keep:]] = True
+    return mask
+
+
+# ------------------------------------------------------------------------------------------------- dealing
+
+
+@dataclasses.dataclass(frozen=True)
+class FederatedImages:
+    """Training images dealt to clients; the images for choosing settings and for the final test are nobody's."""
+
+    rows: Rows  # columns "image", uint8 [images, height, width, channels], and "label", int32 [images]
+    validation_images: np.ndarray
+    validation_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    mean: np.ndarray  # float32 [channels]: of the training images, for `normalise`
+    deviation: np.ndarray
+    class_names: tuple[str, ...]
+    client_names: tuple[str, ...]
+
+    def holdings(self) -> pd.DataFrame:
+        """Training images per client and class, in the form of tables of people: classes are the groups."""
+        label = self.rows.columns["label"]
+        client, zeros = np.repeat(np.arange(self.rows.clients), self.rows.sizes), np.zeros(len(label), int)
+        return rules.holdings(client, label, zeros, zeros + TRAIN, self.client_names, self.class_names)
+
+
+def deal_images(
+    images: Images, *, partition: str = "iid", clients: int | None = None, validation: float = 0.0, seed: int = 0
+) -> FederatedImages:
+    """Deal the training images to clients.
+
+    partition   see `assign`; ratios are by class
+    clients     their number; None: three, or as many as there are ratios
+    validation  the share of each class's training images that is set aside
+    """
+    if not 0 <= validation < 1:
+        raise UserError(f"validation={validation} was given; it must be from 0 to below 1.")
+    aside = rules.split_by_group(images.train_labels, validation, seed)
+    pixels, labels = images.train_images[~aside], images.train_labels[~aside]
+    client, client_names = rules.assign(partition, labels=labels, groups=labels, clients=clients, seed=seed)
+    mean, deviation = channel_statistics(pixels)
+    return FederatedImages(
+        rows=Rows.from_table({"image": pixels, "label": labels}, client),
+        validation_images=images.train_images[aside],
+        validation_labels=images.train_labels[aside],
+        test_images=images.test_images,
+        test_labels=images.test_labels,
+        mean=mean,
+        deviation=deviation,
+        class_names=images.class_names,
+        client_names=client_names,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- inputs of a model
+
+
+def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each channel, float32, with pixels from 0 to 1; 1 for a channel of one value."""
+    # Counts of the 256 values: exact, and no copy of all pixels as floats.
+    counts = np.stack([np.bincount(channel, minlength=256) for channel in images.reshape(-1, images.shape[-1]).T])
+    values, shares = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
+    mean = shares @ values
+    deviation = np.sqrt((shares * (values - mean[:, None]) ** 2).sum(1))
+    return mean.astype(np.float32), np.where(deviation > 0, deviation, 1).astype(np.float32)
+
+
+def normalise(images: Array, mean: Array, deviation: Array) -> Array:
+    """Bytes [..., channels] as numbers of mean 0 and deviation 1, of the type of `mean`."""
+    per_channel = lambda a: jnp.asarray(a).reshape((1,) * (jnp.ndim(images) - 1) + (-1,))
+    mean, deviation = per_channel(mean), per_channel(deviation)
+    return (jnp.asarray(images).astype(mean.dtype) / 255 - mean) / deviation
+
+
+def random_crop_flip(images: Array, key: Array, padding: int = 4) -> Array:
+    """Each image moved by up to `padding` pixels both ways, with zeros from outside, and mirrored or not: all equally
+    likely. Meant for normalised images, where zero is the mean colour."""
+    number, height, width, channels = images.shape
+    places = 2 * padding + 1
+    drawn = random_indices(key, number, jnp.uint32(2 * places**2))
+    top, left, mirrored = drawn // (2 * places), drawn // 2 % places, drawn % 2 == 1
+    around = (padding, padding)
+    padded = jnp.pad(images, ((0, 0), around, around, (0, 0)))
+    cut = lambda image, i, j: lax.dynamic_slice(image, (i, j, jnp.zeros_like(i)), (height, width, channels))
+    moved = jax.vmap(cut)(padded, top, left)
+    return jnp.where(mirrored[:, None, None, None], moved[:, :, ::-1], moved)
