@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed import Algorithm, Rows, Task, make, struct
-from nestfed.problems import Bilevel, Constrained, Minimax, SingleLevel
+from nestfed.problems import Bilevel, Compositional, Constrained, Minimax, SingleLevel
+from nestfed.robust import KL, MeanLoss
 
 FEATURES, BATCH = 3, 4
+INNER = 2  # entries of an inner value
 
 
 @struct
@@ -39,6 +41,29 @@ class Hyper(Bilevel):
     def upper(self, x, y, batch, key):
         inputs, targets = batch
         return jnp.mean(jnp.log(jnp.cosh(inputs @ (y - 0.5 * x["shift"]) - targets))) + 0.05 * jnp.sum(x["shift"] ** 2)
+
+
+@struct
+class Spread(Compositional):
+    """Least squares, and a composition of the mean prediction and its mean square."""
+
+    def inner(self, x, batch, key):
+        predictions = batch[0] @ x
+        return jnp.stack([jnp.mean(predictions), jnp.mean(predictions**2)])
+
+    def outer(self, y, batch, key):
+        return jnp.sqrt(1 + jnp.sum(y**2))
+
+    def extra(self, x, batch, key):
+        return jnp.mean(squares(x, batch, key))
+
+    def project_y(self, y):
+        return y.at[1].max(0)
+
+
+def squares(x, batch, key):
+    inputs, targets = batch
+    return (inputs @ x - targets) ** 2
 
 
 @struct
@@ -71,6 +96,15 @@ class Limited(Constrained):
         return jnp.sqrt(jnp.mean(batch[0] @ x - 0.5, keepdims=True) ** 2 + 0.01)
 
 
+@struct
+class Corridor(Limited):
+    """The mean prediction is limited from both sides, by two constraints."""
+
+    def constraints(self, x, batch, key):
+        mean = jnp.mean(batch[0] @ x)
+        return jnp.stack([mean - 0.5, -mean - 0.5])
+
+
 def rows(sizes=(8, 8, 8), seed=0, **options: Any) -> Rows:
     random = np.random.default_rng(seed)
     make_client = lambda n: (random.normal(size=(n, FEATURES)) + random.normal(), random.normal(size=n))
@@ -92,8 +126,12 @@ def groups(sizes=(8, 8, 8), **options: Any) -> Task:
     return Task.create(Groups(), rows(sizes), start, **{"batch_size": BATCH, "weights": "samples"} | options)
 
 
-def limited(sizes=(8, 8, 8), **options: Any) -> Task:
-    return Task.create(Limited(), rows(sizes), jnp.ones(FEATURES), **{"batch_size": BATCH} | options)
+def limited(sizes=(8, 8, 8), kind: type[Constrained] = Limited, **options: Any) -> Task:
+    return Task.create(kind(), rows(sizes), jnp.ones(FEATURES), **{"batch_size": BATCH} | options)
+
+
+def on_rows(problem: Any, sizes=(8, 8, 8), **options: Any) -> Task:
+    return Task.create(problem, rows(sizes), jnp.zeros(FEATURES), **{"batch_size": BATCH} | options)
 
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -102,6 +140,11 @@ TASKS: dict[str, Callable[..., Task]] = {
     "global bilevel": functools.partial(hyper, "global"),
     "minimax": groups,
     "constrained": limited,
+    "two constraints": functools.partial(limited, kind=Corridor),
+    "global composition": functools.partial(on_rows, Spread(scope="global")),
+    "local composition": functools.partial(on_rows, Spread(scope="local")),
+    "losses of rows": functools.partial(on_rows, MeanLoss(losses=squares, weight_decay=0.1)),
+    "KL": functools.partial(on_rows, KL(losses=squares, price=2.0, weight_decay=0.1)),  # inner values are Scaled
 }
 
 
@@ -183,4 +226,39 @@ CASES: dict[str, Case] = {
         {"lr": 0.05, "stage_one_steps": 1}, "constrained", lambda d, _: 2 * d + 2, 1,
         {"GRAD": 2}, 1, down=lambda d, _: d + 2,
     ),
+    "fedavg-co-1": Case(
+        SINGLE, "global composition", lambda d, _: d, 1, {"GRAD": STEPS, "VJP": STEPS}, STEPS
+    ),
+    "fedavg-co-2": Case(
+        SINGLE, "global composition", lambda d, _: d + INNER, 2, {"GRAD": STEPS, "VJP": STEPS}, STEPS
+    ),
+    "feddro": Case(
+        SINGLE, "global composition", lambda d, _: d + STEPS * INNER, STEPS + 1,
+        {"GRAD": STEPS, "VAL": 2 * STEPS, "VJP": STEPS}, 2 * STEPS,
+    ),
+    "ds-feddro": Case(
+        SINGLE, "global composition", lambda d, _: d + INNER, 1,
+        {"GRAD": STEPS, "VAL": STEPS, "VJP": STEPS}, 2 * STEPS,
+    ),
+    "mbsgd": Case({"lr": 0.05}, "global composition", lambda d, _: d + INNER, 2, {"GRAD": 1, "VJP": 1}, 1),
+    "unconstrained": Case({"lr": 0.05}, "global composition", lambda d, _: d, 1, {"GRAD": 1}, 1),
+    "scgd": Case({"lr": 0.05}, "global composition", lambda d, _: d + INNER, 2, {"GRAD": 1, "VJP": 1}, 1),
+    "gcivr": Case(
+        SINGLE | {"refresh_batches": Q}, "global composition", lambda d, _: STEPS * (d + INNER * (d + 1)), STEPS,
+        {"GRAD": Q + 2, "VJP": (Q + 2) * INNER}, Q + 1,
+    ),
+    "comfedl": Case(
+        SINGLE, "local composition", lambda d, _: d, 1, {"GRAD": STEPS, "VJP": STEPS}, 2 * STEPS
+    ),
+    "local-scgd": Case(
+        SINGLE, "local composition", lambda d, _: d + INNER, 1, {"GRAD": STEPS, "VJP": STEPS}, 2 * STEPS
+    ),
+    "local-scgdm": Case(
+        SINGLE, "local composition", lambda d, _: 2 * d + INNER, 1, {"GRAD": STEPS, "VJP": STEPS}, 2 * STEPS
+    ),
+    "fastdro": Case(
+        {"lr": 0.05, "levels": 1}, "losses of rows", lambda d, _: d + BATCH, 2,
+        {"GRAD": 1, "VAL": 1}, 1,
+    ),
+    "pdsgd": Case({"lr": 0.05}, "two constraints", lambda d, _: d + 1, 1, {"GRAD": 2, "VAL": 1}, 1),
 }  # fmt: skip

@@ -27,6 +27,13 @@ def test_algorithm_conforms(name):
     assert len(check_algorithm(case.algorithm(name), TASKS[case.task]())) == len(CHECKS)
 
 
+# Scaled values go through means, messages, Shared and Scratch fields in a way of their own. (The others that exchange
+# inner values do nothing with them that these do not, and a run of the suite takes its time.)
+@pytest.mark.parametrize("name", ["feddro", "ds-feddro", "gcivr"])
+def test_algorithm_conforms_with_scaled_inner_values(name):
+    assert len(check_algorithm(CASES[name].algorithm(name), TASKS["KL"]())) == len(CHECKS)
+
+
 @struct
 class LeaksPrivateValue(FedAvg):
     def step(self, problem, s, draw, fed):

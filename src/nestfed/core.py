@@ -489,10 +489,14 @@ class Sample(NamedTuple):
 
 
 class Cohort(NamedTuple):
-    """Who answers an exchange, side by side: client ids, and whether each takes part (weight above zero)."""
+    """Who answers an exchange, side by side."""
 
     ids: Array
-    present: Array
+    weights: Array  # in means; zero: takes no part
+
+    @property
+    def present(self) -> Array:
+        return self.weights > 0
 
 
 def everything(values: PyTree, cohort: Cohort, slot: Array, key: Array) -> PyTree:

@@ -109,7 +109,7 @@ def _marked_exchange(size: int) -> Exchange:
     def gather(tree, reply, key):
         def fed_gather(tree):
             values = jax.tree.map(lambda a: jnp.broadcast_to(a, (size, *jnp.shape(a))), tree)
-            cohort = Cohort(jnp.arange(size), jnp.ones(size, bool))
+            cohort = Cohort(jnp.arange(size), jnp.ones(size))
             return reply(values, cohort, jnp.asarray(0), key)
 
         return jax.jit(fed_gather)(jax.jit(fed_question)(tree))

@@ -327,7 +327,7 @@ def _server_answer(algorithm, task, phase, sync, index, state, call, known, valu
             return jax.tree.leaves(weighted_mean(tree, weights)), None
         if reply is everything:
             return values, None
-        key, cohort = shared_key(call, index), Cohort(ids, weights > 0)
+        key, cohort = shared_key(call, index), Cohort(ids, weights)
         one, slots = lambda slot: reply(tree, cohort, slot, key), jnp.arange(ids.size)
         try:  # JAX proves that the reply is the same for everybody: then the server knows it too
             return jax.tree.leaves(jax.vmap(one, out_axes=None)(slots)), None

@@ -79,7 +79,7 @@ def collective(seat: Seat) -> Exchange:
     def gather(tree, reply, key):
         side_by_side = lambda a: lax.all_gather(a, "clients")
         values = jax.tree.map(lambda a: side_by_side(jnp.asarray(a)), tree)
-        return reply(values, Cohort(side_by_side(seat.id), side_by_side(seat.weight > 0)), seat.slot, key)
+        return reply(values, Cohort(side_by_side(seat.id), side_by_side(seat.weight)), seat.slot, key)
 
     return Exchange(mean, gather)
 

@@ -367,6 +367,25 @@ class Compositional(Problem):
         # d(e^shift value) applied to a derivative e^-s v: only the difference of the exponents is exponentiated.
         return pull(self.bound_slope(slope.value * jnp.exp(slope.shift + shift)))
 
+    @oracle("VJP")
+    def inner_row(self, x, row, sample: Sample):
+        """(value, one row of the Jacobian)."""
+
+        def entry(x):
+            y: Any = self.inner_flat(x, sample)
+            return (y.value if is_scaled(y) else y)[row], y
+
+        gradient, y = jax.grad(entry, has_aux=True)(x)
+        return y, Scaled(y.shift, gradient) if is_scaled(y) else gradient
+
+    def inner_jacobian(self, x, sample: Sample):
+        """(value, Jacobian [m, d]): one pass per entry of the value, so m must be small."""
+        kind: Any = jax.eval_shape(self.inner_flat, x, sample)
+        number = (kind.value if is_scaled(kind) else kind).size
+        value, jacobian = lax.map(lambda row: self.inner_row(x, row, sample), jnp.arange(number))
+        value = jax.tree.map(lambda a: a[0], value)
+        return value, Scaled(value.shift, jacobian.value).normal() if is_scaled(kind) else jacobian
+
     def grad_outer(self, y, sample: Sample):
         if not is_scaled(y):
             return jax.grad(self.outer_flat)(y, sample)
@@ -645,6 +664,10 @@ class Constrained(Problem):
     @oracle("VAL")
     def constraint_values(self, x, sample: Sample):
         return self.constraints(self.tree(0, x), sample.batch, sample.key)
+
+    @oracle("VAL")
+    def constraint_value(self, x, j, sample: Sample):
+        return self.constraint(self.tree(0, x), j, sample.batch, sample.key)
 
     @oracle("GRAD")
     def grad_constraint(self, x, j, sample: Sample):

@@ -196,7 +196,7 @@ def replay(answers: Sequence[PyTree]) -> Exchange:
 
 def _gather_alone(tree, reply, key):
     values = jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
-    return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), 0, key)
+    return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1)), 0, key)
 
 
 _ALONE = Exchange(mean=lambda tree: jax.tree.map(as_float, tree), gather=_gather_alone)
@@ -266,4 +266,4 @@ def all_seats(task: Task) -> Seat:
 
 
 def cohort_of(seats: Seat) -> Cohort:
-    return Cohort(seats.id, seats.weight > 0)
+    return Cohort(seats.id, seats.weight)

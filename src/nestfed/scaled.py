@@ -72,7 +72,11 @@ class Scaled:
 
     def at_least(self, bound: float) -> "Scaled":
         """The larger one of each number and the bound."""
-        return Scaled(self.shift, jnp.maximum(self.value, bound * jnp.exp(-self.shift))).normal()
+        shift = jnp.maximum(self.shift, 0)
+        value, floor = self.value * jnp.exp(self.shift - shift), bound * jnp.exp(-shift)
+        raised = Scaled(shift, jnp.maximum(value, floor)).normal()
+        below = jnp.any(value < floor)  # otherwise nothing changes, not even a last digit: projections are counted
+        return Scaled(jnp.where(below, raised.shift, self.shift), jnp.where(below, raised.value, self.value))
 
     def reshape(self, shape: Any) -> "Scaled":
         return Scaled(self.shift, self.value.reshape(shape))

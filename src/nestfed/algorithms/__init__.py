@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from nestfed.algorithms.comfedl import ComFedL
+from nestfed.algorithms.fastdro import FastDRO
 from nestfed.algorithms.fcfl import FCFL
 from nestfed.algorithms.fedavg import FedAvg, FedProx
 from nestfed.algorithms.fedavg_co import FedAvgCO1, FedAvgCO2
@@ -12,7 +14,12 @@ from nestfed.algorithms.fedmbo import FedMBO
 from nestfed.algorithms.fedminmax import FedMinMax
 from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from nestfed.algorithms.fedopt import FedAdagrad, FedAdam, FedOpt, FedYogi
+from nestfed.algorithms.gcivr import GCIVR
+from nestfed.algorithms.local_scgd import LocalSCGD, LocalSCGDM
+from nestfed.algorithms.mbsgd import MBSGD, Unconstrained
+from nestfed.algorithms.pdsgd import PDSGD
 from nestfed.algorithms.scaffold import Scaffold
+from nestfed.algorithms.scgd import SCGD
 from nestfed.algorithms.simfbo import ShroFBO, SimFBO
 from nestfed.core import Algorithm, UserError, closest, validate
 
@@ -38,6 +45,15 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg-co-2": FedAvgCO2,
     "feddro": FedDRO,
     "ds-feddro": DSFedDRO,
+    "mbsgd": MBSGD,
+    "unconstrained": Unconstrained,
+    "scgd": SCGD,
+    "gcivr": GCIVR,
+    "comfedl": ComFedL,
+    "local-scgd": LocalSCGD,
+    "local-scgdm": LocalSCGDM,
+    "fastdro": FastDRO,
+    "pdsgd": PDSGD,
 }
 
 

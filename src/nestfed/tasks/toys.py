@@ -98,13 +98,14 @@ class CounterexampleTask(Task):
         return {"x": server.x[0], "objective": jnp.sqrt(server.x[0] ** 2 + 4.0)}
 
 
-def counterexample(view: str = "compositional", **options: Any) -> Task:
+def counterexample(view: str = "compositional", *, scope: str = "global", **options: Any) -> Task:
     """Inner functions 4x - 4 and -2x + 4 average to x: the objective sqrt(x^2 + 4) is least at x = 0.
 
+    scope "local" asks for the mean of the clients' own compositions instead, least at x = 1.1686673.
     view  "compositional"; "bilevel", for solvers of one global lower problem; "naive": what plain averaging sees, each
           client composing the outer function with its own inner one.
     """
-    problem, start = Line(), jnp.asarray(0.5)
+    problem, start = Line(scope=scope), jnp.asarray(0.5)
     if view == "bilevel":
         problem, start = CompositionAsBilevel(problem=problem), (start, jnp.asarray(0.5))
     elif view == "naive":

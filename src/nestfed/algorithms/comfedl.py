@@ -1,0 +1,41 @@
+"""ComFedL: every client composes its own functions, on a large batch; x is averaged.
+
+Problem   min_x mean_k [h_k(x) + f_k(g_k(x))].
+
+Step at client k, a large batch B and another one C:
+    x_k  <- x_k - lr (grad h_k(x_k; C) + J g_k(x_k; B)^T grad f_k(g_k(x_k; B); C))
+    x_k  <- mean_k x_k                                              last step of the round: d numbers
+
+Why    No estimate is kept: a batch that is large enough makes the bias of f(batch mean) small. It is FedAvg on a
+       composition, and drifts as FedAvg does. It does not solve problems in which the clients share one inner function.
+Ref.   Huang, Li and Huang, "Compositional federated learning: applications in distributionally robust averaging and
+       meta learning", arXiv:2106.11264.
+Departures
+  * Both batches have the task's batch size: make it large, the bias is of the order of its inverse.
+  * h is allowed.
+"""
+
+from typing import NamedTuple
+
+from nestfed.core import Algorithm, Shared, at, setting, struct
+
+
+@struct
+class ComFedL(Algorithm):
+    """Compositional, every client its own composition: local steps on large batches, average x."""
+
+    lr: float = setting("eta: step size", above=0)
+
+    family = "compositional"
+    scope = "local"
+
+    class State(NamedTuple):
+        x: Shared
+
+    def init(self, problem, params, draw, fed):
+        return self.State(*params)
+
+    def step(self, problem, s, draw, fed):
+        y, pull = problem.inner_vjp(s.x, draw(0))
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, draw(1)))
+        return self.State(problem.feasible_x(fed.mean(x)) if fed.sync else x)

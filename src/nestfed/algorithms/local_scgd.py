@@ -1,0 +1,99 @@
+"""Local-SCGD and Local-SCGDM: every client composes its own functions, with a running estimate of the inner one.
+
+Problem   min_x mean_k [h_k(x) + f_k(g_k(x))].
+
+Step at client k, a batch B and another one C:
+    u_k  <- (1 - inner_lr) u_k + inner_lr g_k(x_k; B)
+    z_k   = grad h_k(x_k; C) + J g_k(x_k; B)^T grad f_k(u_k; C)
+    Local-SCGD    x_k <- x_k - lr z_k
+    Local-SCGDM   m_k <- (1 - momentum_lr) m_k + momentum_lr z_k;   x_k <- x_k - lr m_k
+    x_k, u_k (, m_k)  <- their means                                last step of the round: d + m numbers (2 d + m)
+
+Why    u_k averages over batches, so small batches do; m_k smooths the gradient too. There is one estimate for all outer
+       samples: where g depends on the outer sample, it tracks the wrong mean.
+Ref.   Gao, Li and Huang, "On the convergence of local stochastic compositional gradient descent with momentum", ICML
+       2022. Its steps are alpha eta, beta eta and gamma eta with a common factor eta; here inner_lr = alpha eta,
+       momentum_lr = beta eta, lr = gamma eta.
+Departures
+  * The means of u mix inner functions that the problem keeps apart. With one local step and a full batch the limit
+    solves mean_k J_k^T grad f(u_k) = 0 at u_k = (1 - inner_lr) g + inner_lr g_k: the problem's solution for
+    inner_lr = 1, and for small inner_lr that of the other problem, with the mean g inside f. average_inner=False keeps
+    u at its client, as the problem wants it, and saves m numbers.
+  * h is allowed.
+"""
+
+from typing import NamedTuple
+
+from nestfed.core import Algorithm, Shared, at, setting, struct
+
+
+@struct
+class LocalSCGD(Algorithm):
+    """Compositional, every client its own composition: running estimates of the inner functions, averaged with x."""
+
+    lr: float = setting("gamma: step size of x", above=0)
+    inner_lr: float = setting(
+        "a: step of the estimate towards the batch value; 1 is the batch value", default=0.5, above=0, at_most=1
+    )
+    average_inner: bool = setting("average the estimates too, as published", default=True, static=True)
+
+    family = "compositional"
+    scope = "local"
+
+    class State(NamedTuple):
+        x: Shared
+        u: Shared  # estimate of g_k(x_k) (Local if not average_inner)
+
+    def kinds(self):
+        return super().kinds() | ({} if self.average_inner else {"u": "local"})
+
+    def init(self, problem, params, draw, fed):
+        (x,) = params
+        u = problem.inner_value(x, draw(0))
+        return self.State(x, fed.mean(u) if self.average_inner else u)
+
+    def step(self, problem, s, draw, fed):
+        u, gradient = self.track(problem, s, draw, fed)
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
+        return self.synchronised(problem, self.State(x, u), fed)
+
+    def track(self, problem, s, draw, fed):
+        """(the new estimate of the inner value, the gradient with it)."""
+        value, pull = problem.inner_vjp(s.x, draw(0))
+        rate = at(self.inner_lr, fed.t)
+        u = (1 - rate) * s.u + rate * value
+        return u, problem.composed_gradient(s.x, pull, u, draw(1))
+
+    def synchronised(self, problem, s, fed):
+        if not fed.sync:
+            return s
+        mean = fed.mean(s if self.average_inner else s._replace(u=None))
+        return mean._replace(x=problem.feasible_x(mean.x), u=mean.u if self.average_inner else s.u)
+
+
+@struct
+class LocalSCGDM(LocalSCGD):
+    """Local-SCGD with a running estimate of the gradient as well."""
+
+    momentum_lr: float = setting(
+        "b: step of the momentum towards the gradient; 1 is the gradient", default=0.5, above=0, at_most=1
+    )
+
+    class State(NamedTuple):
+        x: Shared
+        u: Shared  # estimate of g_k(x_k) (Local if not average_inner)
+        m: Shared  # estimate of the gradient
+
+    def init(self, problem, params, draw, fed):
+        (x,) = params
+        u, pull = problem.inner_vjp(x, draw(0))
+        m = problem.composed_gradient(x, pull, u, draw(1))
+        u, m = fed.mean((u, m)) if self.average_inner else (u, fed.mean(m))
+        return self.State(x, u, m)
+
+    def step(self, problem, s, draw, fed):
+        u, gradient = self.track(problem, s, draw, fed)
+        rate = at(self.momentum_lr, fed.t)
+        m = (1 - rate) * s.m + rate * gradient
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * m)
+        return self.synchronised(problem, self.State(x, u, m), fed)

@@ -1,0 +1,77 @@
+"""MBSGD, mini-batch descent on the plug-in estimate of a composition; and parallel descent that ignores it.
+
+Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k.
+
+MBSGD, step at client k (a round is one step), one batch for everything:
+    y_k  = g_k(x)
+    y    = mean_k y_k                                               m numbers
+    x    <- mean_k [x - lr (grad h_k(x) + J g_k(x)^T grad f(y))]    d numbers, an exchange of its own
+Unconstrained:
+    x    <- mean_k [x - lr grad h_k(x)]                             d numbers
+
+Why    The plainest right method: no estimate is kept, so nothing can drift, and every step pays two exchanges. f of a
+       batch's mean is not the mean of f: the gradient has a bias of order 1 / (rows of all batches), which no step size
+       removes. Descent on h alone says what the composition (a constraint, say) costs and what it achieves.
+Ref.   The baselines of "Federated compositional optimization: the impact of two-sided learning rates on communication
+       efficiency".
+Departures
+  * plugin="local" puts a client's own y_k in place of the mean: one exchange, and another problem,
+    min_x mean_k [h_k(x) + f(g_k(x))]. A control: what the exchange of m numbers is good for.
+"""
+
+from typing import NamedTuple
+
+from nestfed.core import Algorithm, Shared, UserError, at, setting, struct
+
+
+@struct
+class MBSGD(Algorithm):
+    """Compositional: the clients' inner values and gradients are averaged in every step."""
+
+    lr: float = setting("eta: step size", above=0)
+    plugin: str = setting(
+        "whose inner value enters the gradient: the mean, or the client's own", default="global",
+        choices=("global", "local"), static=True,
+    )  # fmt: skip
+    local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
+
+    family = "compositional"
+    scope = "global"
+
+    class State(NamedTuple):
+        x: Shared
+
+    def init(self, problem, params, draw, fed):
+        return self.State(*params)
+
+    def step(self, problem, s, draw, fed):
+        y, pull = problem.inner_vjp(s.x, draw(0))
+        if self.plugin == "global":
+            y = fed.mean(y)
+        x = s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, draw(0))
+        return self.State(problem.feasible_x(fed.mean(x)))
+
+
+@struct
+class Unconstrained(Algorithm):
+    """Compositional, baseline: descends the ordinary average loss (`extra`) and ignores the composition."""
+
+    lr: float = setting("eta: step size", above=0)
+    local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
+
+    family = "compositional"
+
+    class State(NamedTuple):
+        x: Shared
+
+    def init(self, problem, params, draw, fed):
+        if not problem.has_extra:
+            raise UserError(
+                f"Unconstrained descends the function `extra` alone, and {type(problem).__name__} has none; define "
+                "extra(x, batch, key), or choose another algorithm."
+            )
+        return self.State(*params)
+
+    def step(self, problem, s, draw, fed):
+        x = s.x - at(self.lr, fed.t) * problem.grad_extra(s.x, draw(0))
+        return self.State(problem.feasible_x(fed.mean(x)))
