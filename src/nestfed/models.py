@@ -1,44 +1,355 @@
-"""Networks as pairs of functions: `init(key, features)` makes a parameter tree, calling the model gives outputs.
+"""Networks as pairs of functions: `init(key, shape)` makes a parameter tree, calling the model gives outputs.
 
-Any such pair serves; these are the ones that the shipped tasks offer.
+Any such pair serves; these are the ones that the shipped tasks offer, and the pieces they are made of. Clients have
+weights of their own, so everything here must be fast under `vmap` over the weights: a convolution is shifted slices and
+one matrix product, because vmapped kernels of XLA's own convolution become grouped convolutions, and its gradients
+are slow inside a loop on a CPU. Images are [rows, height, width, channels].
 """
 
+import abc
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from nestfed.core import Array, PyTree, UserError
+from nestfed.core import Array, PyTree, UserError, closest
+
+# ------------------------------------------------------------------------------------------------- pieces
+
+
+def dense(layer: PyTree, inputs: Array) -> Array:
+    """inputs @ weight + bias, computed in the type of the inputs."""
+    return _add_bias(inputs @ layer["weight"].astype(inputs.dtype), layer["bias"])
+
+
+def _add_bias(values: Array, bias: Array) -> Array:
+    # In the bias's own precision: its gradient is a long sum, which half precision would spoil.
+    return (values + bias.reshape((1,) * (values.ndim - 1) + bias.shape)).astype(values.dtype)
+
+
+def init_dense(key: Array, inputs: int, outputs: int, gain: float = 1.0) -> PyTree:
+    """Normal weights of variance gain / inputs (gain 2 is He's, for layers before a ReLU), and a bias of zero."""
+    weight = jax.random.normal(key, (inputs, outputs)) * math.sqrt(gain) / math.sqrt(inputs)
+    return {"weight": weight, "bias": jnp.zeros(outputs)}
+
+
+def conv2d(inputs: Array, kernel: Array, stride: int = 1, padding: int | str = "SAME") -> Array:
+    """The convolution of images with a kernel [height, width, channels, outputs], computed in the type of the images.
+
+    padding    "SAME" (outputs: inputs / stride, rounded up), "VALID" (none), or a number of zeros at every border
+    """
+    height, width, channels, outputs = kernel.shape
+    if inputs.shape[3] != channels:
+        raise UserError(
+            f"images of {inputs.shape[3]} channels were given to a kernel for {channels}; initialise the network with "
+            "the shape of the images, (height, width, channels)."
+        )
+    sides, windows = inputs.shape[1:3], (height, width)
+    if isinstance(padding, str):
+        pads = [tuple(map(int, pair)) for pair in lax.padtype_to_pads(sides, windows, (stride, stride), padding)]
+    else:
+        pads = [(padding, padding)] * 2
+    rows, columns = (
+        (side + sum(pair) - window) // stride + 1 for side, pair, window in zip(sides, pads, windows, strict=True)
+    )
+    if min(rows, columns) < 1:
+        raise UserError(
+            f"images of {sides[0]} x {sides[1]} are too small for a kernel of {height} x {width} with padding "
+            f"{padding!r}; use larger images, a smaller kernel or more padding."
+        )
+    padded = jnp.pad(inputs, ((0, 0), *pads, (0, 0)))
+    shifted = [
+        padded[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
+        for i in range(height)
+        for j in range(width)
+    ]
+    patches = jnp.concatenate(shifted, axis=3)
+    return patches @ kernel.reshape(height * width * channels, outputs).astype(inputs.dtype)
+
+
+def init_kernel(key: Array, size: int, inputs: int, outputs: int) -> Array:
+    """He's initialisation: normal numbers of variance 2 / (numbers that one output sees)."""
+    return jax.random.normal(key, (size, size, inputs, outputs)) * math.sqrt(2 / (size * size * inputs))
+
+
+def _windows(images: Array, window: int) -> Array:
+    """[rows, height, window, width, window, channels]: windows side by side; what does not fill one is left out."""
+    rows, height, width, channels = images.shape
+    if min(height, width) < window:
+        raise UserError(
+            f"images of {height} x {width} are too small to pool windows of {window} x {window}; pool less often, or "
+            "use larger images."
+        )
+    high, wide = height // window, width // window
+    return images[:, : high * window, : wide * window].reshape(rows, high, window, wide, window, channels)
+
+
+def max_pool(images: Array, window: int = 2) -> Array:
+    """The largest number of every window; windows lie side by side, and a border that fills none is left out."""
+    return images if window == 1 else _windows(images, window).max((2, 4))
+
+
+def average_pool(images: Array, window: int = 2) -> Array:
+    """The mean of every window; windows lie side by side, and a border that fills none is left out."""
+    return images if window == 1 else _windows(images, window).mean((2, 4))
+
+
+GROUPS = 8
+EPSILON = 1e-5
+
+
+def _standardised(values: Array, axes: tuple[int, ...]) -> Array:
+    """Mean 0 and variance 1 over the axes, with statistics of at least single precision."""
+    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    centred = wide - wide.mean(axes, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(axes, keepdims=True) + EPSILON)
+
+
+def group_norm(layer: PyTree, images: Array, groups: int = GROUPS) -> Array:
+    """Every image and group of channels standardised, then scaled and shifted per channel."""
+    rows, height, width, channels = images.shape
+    if channels % groups:
+        raise UserError(
+            f"{channels} channels cannot be put into {groups} equal groups for GroupNorm; use a multiple of {groups}, "
+            "or norm='batch'."
+        )
+    grouped = images.reshape(rows, height, width, groups, channels // groups)
+    return _affine(layer, _standardised(grouped, (1, 2, 4)).reshape(images.shape), images.dtype)
+
+
+def batch_norm(layer: PyTree, images: Array) -> Array:
+    """Every channel standardised over the batch at hand, in training and in use; then scaled and shifted.
+
+    There are no running statistics: what a network answers for an image depends on the others in the batch.
+    """
+    return _affine(layer, _standardised(images, (0, 1, 2)), images.dtype)
+
+
+def _affine(layer: PyTree, values: Array, dtype: Any) -> Array:
+    scale, shift = layer["scale"][None, None, None], layer["shift"][None, None, None]
+    return (values * scale + shift).astype(dtype)
+
+
+def init_norm(channels: int) -> PyTree:
+    return {"scale": jnp.ones(channels), "shift": jnp.zeros(channels)}
+
+
+NORMS = {"group": group_norm, "batch": batch_norm}
+
+
+def _check_norm(norm: str | None, choices: tuple[str | None, ...]) -> None:
+    if norm not in choices:
+        raise UserError(f"norm={norm!r} was given; use one of {', '.join(map(repr, choices))}.")
+
+
+# ------------------------------------------------------------------------------------------------- rows of numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Perceptron:
-    """Fully connected layers with one output; without a hidden layer it is logistic regression."""
+    """Fully connected layers; without a hidden layer it is logistic regression."""
 
     hidden: tuple[int, ...] = ()
+    outputs: int = 1
 
     def init(self, key: Array, features: int) -> PyTree:
-        widths = (features, *self.hidden, 1)
+        widths = (features, *self.hidden, self.outputs)
         keys = jax.random.split(key, len(widths) - 1)
-        layer = lambda key, inputs, outputs: {
-            "weight": jax.random.normal(key, (inputs, outputs)) / math.sqrt(inputs),
-            "bias": jnp.zeros(outputs),
-        }
-        return [layer(k, *sides) for k, sides in zip(keys, zip(widths, widths[1:], strict=False), strict=True)]
+        return [init_dense(k, *sides) for k, sides in zip(keys, zip(widths, widths[1:], strict=False), strict=True)]
 
     def __call__(self, params: PyTree, inputs: Array) -> Array:
-        """Logits, one per row."""
-        *hidden, last = params
+        """Logits: [rows] of one output, [rows, outputs] of several."""
+        *hidden, head = params
+        inputs = inputs.astype(jnp.promote_types(inputs.dtype, head["weight"].dtype))
         for layer in hidden:
-            inputs = jax.nn.relu(inputs @ layer["weight"] + layer["bias"][None])
-        return (inputs @ last["weight"])[:, 0] + last["bias"]
+            inputs = jax.nn.relu(dense(layer, inputs))
+        return _logits(head, inputs)
 
 
-MODELS = {"logistic": Perceptron(), "network": Perceptron((64,))}
+def _logits(head: PyTree, features: Array) -> Array:
+    logits = dense(head, features)
+    return logits[:, 0] if logits.shape[1] == 1 else logits
+
+
+# ------------------------------------------------------------------------------------------------- images
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageModel(abc.ABC):
+    """A network for images: an extractor of features and a linear head, {"extractor": ..., "head": ...}.
+
+    `dtype` is the type to compute in, such as "bfloat16"; parameters, statistics of norms and logits keep their own.
+    """
+
+    outputs: int = 10
+    dtype: str | None = None
+
+    @abc.abstractmethod
+    def init_extractor(self, key: Array, shape: tuple[int, int, int]) -> PyTree:
+        """The parameters of `features`."""
+
+    @abc.abstractmethod
+    def features(self, extractor: PyTree, images: Array) -> Array:
+        """[rows, features]: what the head sees."""
+
+    def init(self, key: Array, shape: tuple[int, int, int]) -> PyTree:
+        """Parameters for images of this shape, (height, width, channels)."""
+        body, head = jax.random.split(key)
+        extractor = self.init_extractor(body, shape)
+        width = jax.eval_shape(self.features, extractor, jax.ShapeDtypeStruct((1, *shape), jnp.float32)).shape[1]
+        return {"extractor": extractor, "head": init_dense(head, width, self.outputs)}
+
+    def __call__(self, params: PyTree, images: Array) -> Array:
+        """Logits: [rows] of one output, [rows, outputs] of several."""
+        head = params["head"]
+        return _logits(head, self.features(params["extractor"], images).astype(head["weight"].dtype))
+
+    def _prepared(self, images: Array, parameter: Array) -> Array:
+        if not jnp.issubdtype(images.dtype, jnp.floating):
+            raise UserError(
+                f"images of type {images.dtype} were given to a network; normalise them to floating-point numbers "
+                "first, for example (images / 255 - mean) / deviation."
+            )
+        return images.astype(self.dtype or jnp.promote_types(images.dtype, parameter.dtype))
+
+
+class Convolution(NamedTuple):
+    """A layer of a CNN: kernel x kernel, then the largest of every pool x pool."""
+
+    channels: int
+    kernel: int = 3
+    stride: int = 1
+    padding: int | str = "SAME"
+    pool: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CNN(ImageModel):
+    """Convolutions (each: ReLU, norm if there is one, pooling), then fully connected layers."""
+
+    layers: tuple[Convolution, ...] = (Convolution(32, pool=2), Convolution(64, pool=2), Convolution(64))
+    hidden: tuple[int, ...] = ()
+    norm: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_norm(self.norm, (None, *NORMS))
+
+    def init_extractor(self, key, shape):
+        keys = iter(jax.random.split(key, len(self.layers) + len(self.hidden)))
+        convolutions, hidden, channels = [], [], shape[2]
+        for layer in self.layers:
+            kernel = init_kernel(next(keys), layer.kernel, channels, layer.channels)
+            norm = {} if self.norm is None else {"norm": init_norm(layer.channels)}
+            convolutions.append({"kernel": kernel, "bias": jnp.zeros(layer.channels), **norm})
+            channels = layer.channels
+        image = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        width = jax.eval_shape(self._convolved, convolutions, image).shape[1]
+        for wanted in self.hidden:
+            hidden.append(init_dense(next(keys), width, wanted, gain=2.0))
+            width = wanted
+        return {"convolutions": convolutions, "hidden": hidden}
+
+    def features(self, extractor, images):
+        values = self._convolved(extractor["convolutions"], images)
+        for layer in extractor["hidden"]:
+            values = jax.nn.relu(dense(layer, values))
+        return values
+
+    def _convolved(self, convolutions: PyTree, images: Array) -> Array:
+        values = self._prepared(images, convolutions[0]["kernel"])
+        for layer, params in zip(self.layers, convolutions, strict=True):
+            values = conv2d(values, params["kernel"], layer.stride, layer.padding)
+            values = jax.nn.relu(_add_bias(values, params["bias"]))
+            if self.norm is not None:
+                values = NORMS[self.norm](params["norm"], values)
+            values = max_pool(values, layer.pool)
+        return values.reshape(values.shape[0], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNet(ImageModel):
+    """The residual networks for small images of He et al. (CVPR 2016), of 2 blocks x stages + 2 layers; ResNet20 here.
+
+    A shortcut between stages takes every second pixel and fills the new channels with zeros (their option A), so that
+    it has no parameters. `norm` is "group" (8 groups; an image's output depends on that image alone) or "batch".
+    """
+
+    widths: tuple[int, ...] = (16, 32, 64)
+    blocks: int = 3
+    norm: str = "group"
+
+    def __post_init__(self) -> None:
+        _check_norm(self.norm, tuple(NORMS))
+
+    @property
+    def _blocks(self) -> list[tuple[int, int, int]]:
+        """(channels in, channels out, stride) of every block."""
+        sides = zip((self.widths[0], *self.widths), self.widths, strict=False)
+        first = [(inputs, outputs, 1 if stage == 0 else 2) for stage, (inputs, outputs) in enumerate(sides)]
+        return [one for start in first for one in (start, *[(start[1], start[1], 1)] * (self.blocks - 1))]
+
+    def init_extractor(self, key, shape):
+        keys = iter(jax.random.split(key, 1 + 2 * len(self._blocks)))
+        layer = lambda inputs, outputs: {
+            "kernel": init_kernel(next(keys), 3, inputs, outputs),
+            "norm": init_norm(outputs),
+        }
+        return {
+            "stem": layer(shape[2], self.widths[0]),
+            "blocks": [(layer(inputs, outputs), layer(outputs, outputs)) for inputs, outputs, _ in self._blocks],
+        }
+
+    def features(self, extractor, images):
+        normed = lambda layer, values, stride=1: NORMS[self.norm](
+            layer["norm"], conv2d(values, layer["kernel"], stride, padding=1)
+        )
+        stem = extractor["stem"]
+        values = jax.nn.relu(normed(stem, self._prepared(images, stem["kernel"])))
+        for (inputs, outputs, stride), (first, second) in zip(self._blocks, extractor["blocks"], strict=True):
+            shortcut = jnp.pad(values[:, ::stride, ::stride], ((0, 0), (0, 0), (0, 0), (0, outputs - inputs)))
+            inside = jax.nn.relu(normed(first, values, stride))
+            values = jax.nn.relu(shortcut + normed(second, inside))
+        return values.mean((1, 2))
+
+
+# ------------------------------------------------------------------------------------------------- by name
+
+M = TypeVar("M")
+
+
+class Entry(NamedTuple, Generic[M]):
+    model: M
+    description: str
+
+
+MODELS = {
+    "logistic": Entry(Perceptron(), "logistic regression"),
+    "network": Entry(Perceptron((64,)), "one hidden layer of 64"),
+}
+IMAGE_MODELS: dict[str, Entry[ImageModel]] = {
+    "cnn": Entry(CNN(), "three 3 x 3 convolutions of 32, 64 and 64 channels; 97,290 parameters on 32 x 32 colours"),
+    "resnet20": Entry(ResNet(), "ResNet20 with GroupNorm; 269,722 parameters"),
+    "resnet20-batchnorm": Entry(ResNet(norm="batch"), "ResNet20 with statistics of the batch at hand"),
+}
 
 
 def model_named(name: str) -> Perceptron:
-    if name not in MODELS:
-        raise UserError(f"there is no model {name!r}; use one of {', '.join(MODELS)}.")
-    return MODELS[name]
+    """A model for rows of numbers; `dataclasses.replace(model, outputs=...)` gives it classes."""
+    return _named(name, MODELS, "rows of numbers")
+
+
+def image_model_named(name: str) -> ImageModel:
+    """A model for images; `dataclasses.replace(model, outputs=..., dtype=...)` changes it."""
+    return _named(name, IMAGE_MODELS, "images")
+
+
+def _named(name: str, known: Mapping[str, Entry[M]], inputs: str) -> M:
+    if name not in known:
+        meant = closest(name, known)
+        hint = f"did you mean {meant!r}? " if meant else ""
+        raise UserError(f"there is no model {name!r} for {inputs}; {hint}Known are {', '.join(known)}.")
+    return known[name].model

@@ -37,6 +37,54 @@ def panels(
     return figure
 
 
+def metric_panels(history: pd.DataFrame, metrics: Mapping[str, str], methods: Mapping[str, str], xlabel: str) -> Figure:
+    """One panel per metric (its column and title): mean and band over seeds of every method."""
+    drawn = looks(methods)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * len(metrics) + 1.4, 3.9), layout="constrained")
+        grid = np.ravel(figure.subplots(1, len(metrics)))
+        for axes, (metric, title) in zip(grid, metrics.items(), strict=True):
+            for method, look in drawn.items():
+                curve = statistics.curve(history, method, metric)
+                x, mean, std = (curve[column].to_numpy(float) for column in ("round", "mean", "std"))
+                axes.plot(x, mean, color=look.colour, linewidth=2, label=look.title)
+                axes.fill_between(x, mean - std, mean + std, color=look.colour, alpha=0.16, linewidth=0)
+            axes.set_title(title[:1].upper() + title[1:])
+            axes.margins(x=0.01)
+        figure.supxlabel(xlabel, fontsize=10, color=MUTED)
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def lines_over(table: Any, across: str, metrics: Sequence[str]) -> Figure:
+    """One panel per metric against a setting such as the number of local steps, on a scale of powers of two.
+
+    `table` is a DataFrame with the columns method, `across`, and for every metric its mean and "METRIC, std". Methods
+    with one row are left out.
+    """
+    counts = table.groupby("method", sort=False).size()
+    several = [str(method) for method in counts.index[counts > 1]]
+    drawn = looks({method: method for method in several})
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * len(metrics) + 1.4, 3.6), layout="constrained")
+        grid = np.ravel(figure.subplots(1, len(metrics)))
+        for axes, metric in zip(grid, metrics, strict=True):
+            for method, look in drawn.items():
+                own = table[table.method == method].sort_values(across)
+                axes.errorbar(
+                    own[across], own[metric], yerr=own[f"{metric}, std"], color=look.colour, marker=look.marker,
+                    linewidth=2, elinewidth=1.2, label=look.title,
+                )  # fmt: skip
+            axes.set_xscale("log", base=2)
+            values = sorted(table[across].unique())
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.minorticks_off()
+            axes.set_title(metric[:1].upper() + metric[1:])
+        figure.supxlabel(f"{across}; mean over seeds, the bar is one standard deviation", fontsize=10, color=MUTED)
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
 def against_published(table: Any) -> Figure:
     """A row per setting, a column per metric, a line per method: ours with its spread, the published value as a ring.
 
