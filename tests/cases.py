@@ -8,11 +8,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nestfed import Algorithm, Rows, Task, make, struct
-from nestfed.problems import Bilevel, Compositional, Constrained, Minimax, SingleLevel
+from nestfed.problems import Bilevel, Compositional, Conditional, Constrained, Minimax, SingleLevel
 from nestfed.robust import KL, MeanLoss
 
 FEATURES, BATCH = 3, 4
@@ -105,6 +106,24 @@ class Corridor(Limited):
         return jnp.stack([mean - 0.5, -mean - 0.5])
 
 
+@struct
+class Blurred(Conditional):
+    """Least squares on inputs that are seen with noise, the prediction averaged over it before it is compared."""
+
+    def sample_inner(self, data, xi, key, count):
+        inputs, _ = xi
+        return inputs[None] + 0.5 * jax.random.normal(key, (count, inputs.size), inputs.dtype)
+
+    def inner(self, x, xi, eta, key):
+        return (eta @ x)[None]
+
+    def outer(self, y, xi, key):
+        return jnp.log(jnp.cosh(y[0] - xi[1]))
+
+    def regulariser(self, x):
+        return 0.05 * jnp.sum(x**2)
+
+
 def rows(sizes=(8, 8, 8), seed=0, **options: Any) -> Rows:
     random = np.random.default_rng(seed)
     make_client = lambda n: (random.normal(size=(n, FEATURES)) + random.normal(), random.normal(size=n))
@@ -144,6 +163,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "global composition": functools.partial(on_rows, Spread(scope="global")),
     "local composition": functools.partial(on_rows, Spread(scope="local")),
     "losses of rows": functools.partial(on_rows, MeanLoss(losses=squares, weight_decay=0.1)),
+    "conditional": functools.partial(on_rows, Blurred(inner_samples=2)),
     "KL": functools.partial(on_rows, KL(losses=squares, price=2.0, weight_decay=0.1)),  # inner values are Scaled
 }
 
@@ -261,4 +281,13 @@ CASES: dict[str, Case] = {
         {"GRAD": 1, "VAL": 1}, 1,
     ),
     "pdsgd": Case({"lr": 0.05}, "two constraints", lambda d, _: d + 1, 1, {"GRAD": 2, "VAL": 1}, 1),
+    "fcsg": Case(SINGLE, "conditional", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    "fcsg-m": Case(SINGLE | {"first_batches": 2}, "conditional", lambda d, _: 2 * d, 1, {"GRAD": STEPS}, STEPS),
+    "acc-fcsg-m": Case(
+        SINGLE | {"first_batches": 2}, "conditional", lambda d, _: 2 * d, 1, {"GRAD": 2 * STEPS}, STEPS
+    ),
+    "bsgd": Case({"lr": 0.05}, "conditional", lambda d, _: d, 1, {"GRAD": 1}, 1),
+    "bspiderboost": Case(
+        {"lr": 0.05, "refresh_batches": 3, "local_steps": 2}, "conditional", lambda d, _: 2 * d, 2, {"GRAD": 5}, 4
+    ),
 }  # fmt: skip

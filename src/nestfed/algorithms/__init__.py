@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any
 
+from nestfed.algorithms.bsgd import BSGD, BSpiderBoost
 from nestfed.algorithms.comfedl import ComFedL
 from nestfed.algorithms.fastdro import FastDRO
 from nestfed.algorithms.fcfl import FCFL
+from nestfed.algorithms.fcsg import FCSG, FCSGM, AccFCSGM
 from nestfed.algorithms.fedavg import FedAvg, FedProx
 from nestfed.algorithms.fedavg_co import FedAvgCO1, FedAvgCO2
 from nestfed.algorithms.fedbio import FedBiO, FedBiOAcc
@@ -54,6 +56,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "local-scgdm": LocalSCGDM,
     "fastdro": FastDRO,
     "pdsgd": PDSGD,
+    "fcsg": FCSG,
+    "fcsg-m": FCSGM,
+    "acc-fcsg-m": AccFCSGM,
+    "bsgd": BSGD,
+    "bspiderboost": BSpiderBoost,
 }
 
 
