@@ -71,11 +71,14 @@ class Scaled:
         return Scaled(shift, self.value * jnp.where(size > 0, jnp.exp(self.shift - shift), 1))
 
     def at_least(self, bound: float) -> "Scaled":
-        """The larger one of each number and the bound."""
-        shift = jnp.maximum(self.shift, 0)
-        value, floor = self.value * jnp.exp(self.shift - shift), bound * jnp.exp(-shift)
-        raised = Scaled(shift, jnp.maximum(value, floor)).normal()
-        below = jnp.any(value < floor)  # otherwise nothing changes, not even a last digit: projections are counted
+        """The larger one of each number and the bound, which is not negative."""
+        largest = jnp.max(self.value)
+        top = jnp.where(largest > 0, self.shift + jnp.log(jnp.where(largest > 0, largest, 1)), LOWEST)
+        shift = jnp.maximum(top, 0)  # an exponent that fits what comes out: where nothing is positive, that of the bound
+        value = jnp.where(self.value > 0, self.value * jnp.exp(self.shift - shift), 0)
+        raised = Scaled(shift, jnp.maximum(value, bound * jnp.exp(-shift))).normal()
+        # Where nothing is below, nothing changes, not even a last digit: projections are counted.
+        below = jnp.any(self.value < bound * jnp.exp(-self.shift))
         return Scaled(jnp.where(below, raised.shift, self.shift), jnp.where(below, raised.value, self.value))
 
     def reshape(self, shape: Any) -> "Scaled":

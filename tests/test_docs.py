@@ -1,0 +1,62 @@
+"""Pages of docs/ whose code must run from top to bottom and print what stands below it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["compositional.md"]
+MARK = "--- end of block ---"
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def blocks(page):
+    """(code, what it prints or nothing) of every python block of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", text, re.S)
+    assert len(found) == text.count("```python")
+    return found
+
+
+def assert_prints(printed, expected):
+    """The same words, and numbers within one of their last digit: compilers differ in the order of sums."""
+    words = lambda text: [part.split() for part in NUMBER.split(text)]
+    assert words(printed) == words(expected)
+    for ours, theirs in zip(NUMBER.findall(printed), NUMBER.findall(expected), strict=True):
+        unit = 10.0 ** -len(theirs.partition(".")[2])
+        assert abs(float(ours) - float(theirs)) < 1.01 * unit, f"{printed}\nis not\n{expected}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_and_prints_what_stands_there(page, tmp_path):
+    found = blocks(page)
+    script = "".join(f"{code}\nprint({MARK!r})\n" for code, _ in found)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        env=os.environ,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.split(f"{MARK}\n")[:-1]
+    assert len(printed) == len(found)
+    for ours, (code, expected) in zip(printed, found, strict=True):
+        assert bool(expected) == ("print(" in code)
+        assert_prints(ours, expected)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!http)(.*?)\)", text)
+    assert links and all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_a_wrong_number_or_word_is_found():
+    assert_prints("x 1.239\n", "x  1.24\n")
+    with pytest.raises(AssertionError):
+        assert_prints("x 1.26", "x 1.24")
+    with pytest.raises(AssertionError):
+        assert_prints("y 1.24", "x 1.24")
