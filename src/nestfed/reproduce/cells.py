@@ -82,10 +82,9 @@ def kept(path: Path, make: Callable[[], Cell]) -> Cell:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         cell = make()
-        numbers = lambda a: np.round(a.astype(float), 6).tolist()
         plain = cell._asdict() | {
             "round": cell.round.tolist(),
-            "metrics": {name: numbers(values) for name, values in cell.metrics.items()},
+            "metrics": {name: values.tolist() for name, values in cell.metrics.items()},
             "diverged": cell.diverged.tolist(),
         }
         replace_file(path, json.dumps(plain).encode())

@@ -58,6 +58,7 @@ class Plan:
     seeds: int = 3
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     chosen_with: int = 8  # local steps per round where settings for more than one are chosen
+    uneven: tuple[str, ...] = ("dirichlet:0.3",)  # other ways to deal the images, for our methods
     evaluations: int = 8
     weight_decay: float = 5e-4
 
@@ -65,7 +66,7 @@ class Plan:
 QUICK = Plan(
     data="cifar10-subset", keep=20, model=CNN(layers=(Convolution(8, pool=4),)), clients=2, batch=4, steps=8,
     search_steps=4, rates=(0.01, 0.05), prices=(5.0,), more_rates=(0.01,), betas=(0.5,), penalties=(1.0,), seeds=2,
-    local_steps=(1, 2), chosen_with=2, evaluations=2,
+    local_steps=(1, 2), chosen_with=2, uneven=(), evaluations=2,
 )  # fmt: skip
 
 
@@ -86,7 +87,12 @@ def trainings(plan: Plan) -> list[str]:
     return [
         *(f"{method}-1-iid" for method in TITLES),
         *(f"{method}-{steps}-iid" for method in PROPOSED for steps in more),
-        *(f"{method}-{steps}-dirichlet:0.3" for method in PROPOSED for steps in (1, plan.chosen_with)),
+        *(
+            f"{method}-{steps}-{dealing}"
+            for dealing in plan.uneven
+            for method in PROPOSED
+            for steps in (1, plan.chosen_with)
+        ),
     ]
 
 
@@ -320,9 +326,11 @@ def write_page(experiment: Experiment, command: str) -> Path:
     template = jinja2.Template(
         Path(__file__).with_name("images.md.jinja").read_text(encoding="utf-8"), keep_trailing_newline=True
     )
+    full = Plan()
+    missing = [steps for steps in full.local_steps if plan.data == full.data and steps not in plan.local_steps]
     page = folder / "README.md"
     text = template.render(
-        plan=plan, command=command, machines=sorted({cell.machine for cell in cells}),
+        plan=plan, command=command, missing=missing, machines=sorted({cell.machine for cell in cells}),
         minutes=f"{sum(cell.seconds for cell in cells) / 60:.0f}", claims=markdown_claims(claims),
         table=tables.markdown(table), chosen=tables.markdown(chosen), images=len(experiment.images.train_labels),
     )  # fmt: skip
