@@ -56,7 +56,15 @@ OPTIONS: dict[str, Any] = {
     "model": Annotated[str | None, _flag("logistic, or network (two layers).", TRAINING)],
     "penalty": Annotated[float | None, _flag("mu of (mu / 2) |theta|^2 (0.001).", TRAINING)],
     "batch_size": Annotated[int | None, _flag("Rows per batch (128, or 32 for small tables).", TRAINING)],
-    "averaging": Annotated[str | None, _flag("Weights of clients: uniform, samples.", TRAINING)],
+    "averaging": Annotated[str | None, _flag("Weights of clients: uniform, samples (robust).", TRAINING)],
+    "divergence": Annotated[str | None, _flag("robust: kl, chi-square, cvar (the worst rows alone).", TRAINING)],
+    "strength": Annotated[
+        float | None,
+        _flag(
+            "robust: how cautious, above 0 (1). Moving weight to bad rows costs 1 / strength; cvar counts the worst "
+            "1 / (1 + strength) of rows.", TRAINING,
+        ),
+    ],
     "weigh": Annotated[str | None, _flag("What FedBiO weighs: group, group+label.", TRAINING)],
     "weight_form": Annotated[str | None, _flag("FedBiO's weights: projected, softmax.", TRAINING)],
     "gap": Annotated[float | None, _flag("Weight of the EqOpp gap in FedBiO's upper loss (0).", TRAINING)],
@@ -66,9 +74,9 @@ OPTIONS: dict[str, Any] = {
     "label": Annotated[str | None, _flag("Column to predict (own file).", DATA)],
     "positive": Annotated[str | None, _flag("Value of the label that counts as 1.", DATA)],
     "threshold": Annotated[float | None, _flag("Or: the label counts as 1 above this number.", DATA)],
-    "group": Annotated[str | None, _flag("Column of the sensitive groups; sex+race joins two.", DATA)],
+    "group": Annotated[str | None, _flag("Column of the groups; sex+race joins two. robust needs none.", DATA)],
     "clients": Annotated[str | None, _flag("Number of clients, or the column that names them (3).", DATA)],
-    "partition": Annotated[str | None, _flag("iid, dirichlet:0.5, shards:2, classes:1, ratios:2:2:6.", DATA)],
+    "partition": Annotated[str | None, _flag("iid, dirichlet:0.5 (robust), shards:2, classes:1, ratios:2:2:6.", DATA)],
     "features": Annotated[str | None, _flag("standard, minimax-fair, minimax-fair-raw, minimax-fair-slip.", DATA)],
     "keep_group": Annotated[bool | None, _flag("The group column is a feature.", DATA, "--keep-group/--no-keep-group")],
     "drop": Annotated[list[str] | None, _flag("A column that is no feature; may be repeated.", DATA)],
@@ -151,6 +159,8 @@ def run(
     nestfed run fairness --algorithm fedavg --algorithm fedbio --seeds 3
 
     nestfed run --data my.csv --label income --group sex --clients region
+
+    nestfed run robust --data my.csv --label ill --clients hospital --divergence kl --strength 2
     """
     settings, source = _settings(given)
     out = _out(settings, out)
@@ -223,16 +233,17 @@ def cost(given: dict[str, Any], json_: Json = False) -> None:
 
 @app.command()
 def reproduce(
-    experiment: Annotated[str, typer.Argument(help="fairness")],
+    experiment: Annotated[str, typer.Argument(help="fairness, counterexample, dro-images or dro-fairness")],
     out: Out = None,
     quick: Annotated[bool, _flag("A small version, to see that it works.", TRAINING)] = False,
+    resume: Annotated[bool, _flag("Go on in a folder that is there.", OUTPUT)] = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Repeat a paper's experiment and put the numbers beside the paper's."""
     from nestfed.reproduce import reproduce as repeat
 
-    page = str(repeat(experiment, out=out, quick=quick, progress=False if quiet or json_ else None))
+    page = str(repeat(experiment, out=out, quick=quick, resume=resume, progress=False if quiet or json_ else None))
     _print_json({"page": page}) if json_ else typer.echo(page)
 
 

@@ -67,6 +67,7 @@ class Kind(abc.ABC):
     usual: ClassVar[tuple[str, ...]]  # the methods of a run that names none
     select: ClassVar[str]  # the metric on validation data that tells most of `score`
     metrics: ClassVar[tuple[Metric, ...]]  # the headline, the most telling first
+    aims: ClassVar[tuple[str, ...]] = ()  # options that change what `score` measures: it cannot choose among them
     steps: int  # local steps of every stage, an option of every kind
     methods: ClassVar[dict[str, Method]]
 
@@ -85,6 +86,11 @@ class Kind(abc.ABC):
         if name not in self.methods:
             raise UserError(f"{name!r} is no method for the task {self.name}{nearest(name, self.methods)}")
         return self.methods[name]
+
+    @property
+    def headline(self) -> tuple[Metric, ...]:
+        """The metrics that this run has."""
+        return self.metrics
 
     def score(self, final: Mapping[str, float]) -> float:
         """What settings are chosen by, from the last values of metrics on validation data: the smaller the better."""

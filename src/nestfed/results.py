@@ -50,7 +50,7 @@ def make_record(
             "methods": {method: kind.method(method).title for method in methods},
             "baseline": kind.baseline if kind.baseline in methods else methods[0],
             "select": kind.select,
-            "metrics": [dataclasses.asdict(metric) for metric in kind.metrics],
+            "metrics": [dataclasses.asdict(metric) for metric in kind.headline],
             "seeds": list(setups),
             "versions": versions(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",

@@ -97,7 +97,7 @@ def run(
     output         which iterate counts: "last", "average", "random", or "best" on validation data
     set            settings of the algorithms: {"lr": 0.1, "fedbio.lower_lr": 0.5, "model.lr": 1.0}
     out, resume    the folder (runs/<name>); resume=True goes on with what is there
-    and the options of the task, for fairness: data, label, group, clients, partition, features, model, ...
+    and the options of the task: data, label, group, clients, partition, features, model, ...
     """
     request = Request.of({"task": task, **settings})
     kind, methods, budget = request.kind, request.methods, request.budget
@@ -164,9 +164,10 @@ def describe_data(
     holdings: Any = kind.holdings(setup)
     holdings = holdings.assign(group="rows of " + holdings.group)  # a group may be called "client"
     held = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0, sort=False)
+    by_group = held if held.shape[1] > 1 else held.iloc[:, :0]
     return [
         *kind.summary(),
-        (f"Who holds what, seed {seed}", held.assign(**{"all rows": held.sum(axis=1)}).reset_index()),
+        (f"Who holds what, seed {seed}", by_group.assign(**{"all rows": held.sum(axis=1)}).reset_index()),
     ]
 
 
@@ -250,6 +251,12 @@ def sweep(
     if not grid or not all(grid.values()):
         raise UserError("a sweep needs a grid of values, for example lr=0.01,0.1,1 (--grid on the command line).")
     (name,), kind = request.methods, request.kind
+    for key in grid:
+        if key in kind.aims:
+            raise UserError(
+                f"a grid of {key!r} was given, but {key} decides what the score measures, and scores of different "
+                "aims do not compare; run each value by itself and compare the runs (nestfed compare)."
+            )
     budget = dataclasses.replace(request.budget, evaluations=min(request.evaluations, 10))
     setups = make_setups(kind, request.seed_list)
     # Settings of the task itself (penalty, gap) change its numbers, not its programs.

@@ -11,6 +11,7 @@ from nestfed.data.features import Encoder
 from nestfed.data.partition import TEST, TRAIN, VALIDATION
 from nestfed.data.table import Table
 
+ALL_ROWS = "all rows"  # the name of the one group of a table without groups
 _PLAIN_VALIDATION = 4  # a stream of the seed, beside those of the partition
 
 
@@ -44,6 +45,8 @@ def federate(
     keep_group: bool = False,
     seed: int = 0,
     balanced: bool = True,
+    by_group: bool = True,
+    positives: bool = True,
 ) -> Federated:
     """Split, deal and encode a table.
 
@@ -54,11 +57,16 @@ def federate(
     recipe         see `features`; "standard" takes means from the training rows, the others from all rows as published
     keep_group     keep the group column as a feature
     balanced       the validation rows have equal numbers of each group; False: as many rows, drawn regardless of group
+    by_group       False: splits take no notice of groups, and without `group` all rows are one
+    positives      every client needs a positive training row
     """
     label = table.labels()
-    group_columns = table.group_columns(group)
-    groups, group_names = table.group_of_rows(group)
-    test = rules.split_by_group(groups, test_fraction, seed)
+    if by_group or group is not None:
+        group_columns, (groups, group_names) = table.group_columns(group), table.group_of_rows(group)
+    else:
+        group_columns, groups, group_names = (), np.zeros(len(label), np.int32), (ALL_ROWS,)
+    strata = groups if by_group else np.zeros_like(groups)
+    test = rules.split_by_group(strata, test_fraction, seed)
     client, client_names = rules.assign(
         partition or ("iid" if table.client is None else "column"),
         labels=label,
@@ -67,13 +75,13 @@ def federate(
         clients=clients,
         seed=seed,
         strata=test,
-        needed=~test & (label == 1),
+        needed=~test & (label == 1) if positives else None,
     )
-    validation = rules.balanced_validation(groups, client, ~test, seed)
+    validation = rules.balanced_validation(strata, client, ~test, seed)
     if not balanced:
         validation = _plain_validation(validation, client, ~test, seed)
     part = np.select([test, validation], [TEST, VALIDATION], TRAIN).astype(np.int8)
-    _check_clients(client, part, label, client_names)
+    _check_clients(client, part, label if positives else None, client_names)
 
     columns = table.features(without=() if keep_group else group_columns)
     frame = table.frame.reindex(columns=columns)
@@ -101,14 +109,17 @@ def _plain_validation(balanced: np.ndarray, client: np.ndarray, available: np.nd
     return mask
 
 
-def _check_clients(client: np.ndarray, part: np.ndarray, label: np.ndarray, names: tuple[str, ...]) -> None:
+def _check_clients(client: np.ndarray, part: np.ndarray, label: np.ndarray | None, names: tuple[str, ...]) -> None:
+    """Every client can train and validate; given the labels, on positive rows too."""
     count = lambda mask: np.bincount(client[mask], minlength=len(names))
     rows, training = count(np.ones(len(client), bool)), count(part == TRAIN)
-    problems = (
+    problems = [
         (training, "no training rows"),
-        (count((part == TRAIN) & (label == 1)), "no row with a positive label among its training rows"),
         (count(part == VALIDATION), "too few rows for a validation set (two of one group are needed)"),
-    )
+    ]
+    if label is not None:
+        positive = count((part == TRAIN) & (label == 1))
+        problems.insert(1, (positive, "no row with a positive label among its training rows"))
     for counts, problem in problems:
         if (counts == 0).any():
             worst = int(np.argmin(counts))

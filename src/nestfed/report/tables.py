@@ -143,7 +143,8 @@ def holdings(record: Record) -> tuple[pd.DataFrame, pd.DataFrame]:
     first = frame[frame["seed"] == frame["seed"].iloc[0]]
     shown = first.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0, sort=False)
     shown.columns = pd.Index([f"rows of {group}" for group in shown.columns])  # a group may be called "client"
-    return frame, shown.assign(rows=shown.sum(axis=1)).reset_index()
+    by_group = shown if shown.shape[1] > 1 else shown.iloc[:, :0]
+    return frame, by_group.assign(rows=shown.sum(axis=1)).reset_index()
 
 
 def write_all(record: Record, folder: Path) -> list[Path]:

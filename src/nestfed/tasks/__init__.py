@@ -3,7 +3,9 @@
 from nestfed.methods import Kind
 from nestfed.tasks import toys
 from nestfed.tasks.fairness import Fairness
+from nestfed.tasks.robust import Robust
+from nestfed.tasks.tabular import TabularModel
 
-TASKS: dict[str, type[Kind]] = {kind.name: kind for kind in (Fairness,)}
+TASKS: dict[str, type[Kind]] = {kind.name: kind for kind in (Fairness, Robust)}
 
-__all__ = ["TASKS", "toys"]
+__all__ = ["TASKS", "TabularModel", "toys"]

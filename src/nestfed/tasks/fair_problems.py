@@ -11,21 +11,16 @@ Ref.  "Local stochastic bilevel optimization with momentum-based variance reduct
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from nestfed.core import Array, PyTree, setting, static, struct
 from nestfed.models import Perceptron
 from nestfed.problems import Bilevel, Constrained, Minimax, SingleLevel
+from nestfed.tasks.tabular import losses
 
 SHARPNESS = 10.0  # kappa of the soft true positive rate sigma(kappa z)
 
 
-# ------------------------------------------------------------------------------------------------- losses of rows
-
-
-def losses(model: Perceptron, theta: PyTree, rows: PyTree) -> Array:
-    """The logistic loss of every row."""
-    return optax.sigmoid_binary_cross_entropy(model(theta, rows["inputs"]), rows["label"])
+# ------------------------------------------------------------------------------------------------- means of rows
 
 
 def mean_of(values: Array, rows: PyTree) -> Array:
