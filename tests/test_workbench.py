@@ -21,7 +21,8 @@ from nestfed import cli, workbench
 from nestfed.methods import Kind
 from nestfed.record import Record
 from nestfed.request import Request
-from nestfed.tasks.fairness import FairModel, Fairness, area_under_roc
+from nestfed.tasks.fairness import Fairness
+from nestfed.tasks.tabular import TabularModel, area_under_roc
 
 BYTES = jnp.zeros(()).dtype.itemsize  # of a number
 SMALL = {"data": "german", "steps": 20, "evaluations": 4}
@@ -93,7 +94,7 @@ def test_final_numbers_are_those_of_the_models(study):
     test = federated.part == 2
     predicted = model.probability(table.frame)[test] > 0.5
     assert (predicted == federated.label[test]).mean() == pytest.approx(final.loc[("fedbio", 1), "test_accuracy"])
-    loaded = FairModel.load(study.folder / "models" / "fedbio-seed1.npz")
+    loaded = TabularModel.load(study.folder / "models" / "fedbio-seed1.npz")
     np.testing.assert_array_equal(loaded.probability(table.frame), model.probability(table.frame))
     with pytest.raises(nestfed.UserError, match="no final model of 'fedbio' and seed 7"):
         study.model("fedbio", 7)
@@ -265,7 +266,7 @@ def test_own_data_in_one_command(call, suffix, tmp_path):
     holdings = Record.load(Path("mine")).holdings
     assert set(holdings.client) == {"north", "south", "east"} and set(holdings.group) == {"f", "m"}
     assert holdings.rows.sum() == 240
-    model = FairModel.load("mine/models/fedavg-seed0.npz")
+    model = TabularModel.load("mine/models/fedavg-seed0.npz")
     new = pd.DataFrame({"age": [50, None], "job": ["a", "never seen"]})
     assert np.isfinite(model.probability(new)).all()
     with pytest.raises(nestfed.UserError, match="column 'age' holds '80y'"):

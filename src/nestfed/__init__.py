@@ -1,6 +1,19 @@
 """nestfed: federated learning with nested objectives."""
 
-from nestfed import adapters, checks, cost, data, deploy, diagnostics, hypergradients, problems, tasks, workbench
+from nestfed import (
+    adapters,
+    checks,
+    cost,
+    data,
+    deploy,
+    diagnostics,
+    hypergradients,
+    models,
+    problems,
+    robust,
+    tasks,
+    workbench,
+)
 from nestfed.algorithms import ALGORITHMS, make
 from nestfed.core import (
     Algorithm,
@@ -14,6 +27,7 @@ from nestfed.core import (
     Scratch,
     Server,
     Shared,
+    StepDecay,
     Task,
     UserError,
     at,
@@ -22,6 +36,7 @@ from nestfed.core import (
     struct,
 )
 from nestfed.engine import Run
+from nestfed.scaled import Scaled
 from nestfed.simulate import Diverged, Interrupted, Result, advance, evaluate, simulate, start
 from nestfed.sweep import Sweep, sweep
 from nestfed.workbench import Study, compare, run
@@ -36,7 +51,9 @@ __all__ = [
     "deploy",
     "diagnostics",
     "hypergradients",
+    "models",
     "problems",
+    "robust",
     "tasks",
     "workbench",
     "ALGORITHMS",
@@ -51,10 +68,12 @@ __all__ = [
     "Rows",
     "Run",
     "Sample",
+    "Scaled",
     "Schedule",
     "Scratch",
     "Server",
     "Shared",
+    "StepDecay",
     "Study",
     "Sweep",
     "Task",

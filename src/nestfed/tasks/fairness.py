@@ -38,8 +38,6 @@ from nestfed.tasks.tabular import (
     single_level,
 )
 
-FairModel = TabularModel  # what a run's saved model is loaded by
-
 
 # ------------------------------------------------------------------------------------------------- the task
 
