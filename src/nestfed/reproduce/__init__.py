@@ -6,20 +6,34 @@ from pathlib import Path
 
 from nestfed.core import UserError
 from nestfed.methods import nearest
-from nestfed.reproduce import fairness
+from nestfed.reproduce import counterexample, fairness, images, noisy_groups
 
-EXPERIMENTS: dict[str, Callable[..., Path]] = {"fairness": fairness.run}
+EXPERIMENTS: dict[str, Callable[..., Path]] = {
+    "fairness": fairness.run,
+    "counterexample": counterexample.run,
+    "dro-images": images.run,
+    "dro-fairness": noisy_groups.run,
+}
 
 
 def reproduce(
-    experiment: str, *, out: str | Path | None = None, quick: bool = False, progress: bool | None = None
+    experiment: str,
+    *,
+    out: str | Path | None = None,
+    quick: bool = False,
+    resume: bool = False,
+    progress: bool | None = None,
 ) -> Path:
-    """Repeat an experiment; returns the page with its results. `quick` is a small version that only shows it works."""
+    """Repeat an experiment; returns the page with its results.
+
+    quick    a small version that only shows that it works
+    resume   go on in a folder that is there: trainings that were kept as cells are not done again
+    """
     if experiment not in EXPERIMENTS:
         raise UserError(f"there is no experiment {experiment!r}{nearest(experiment, EXPERIMENTS)}")
     folder = Path(out) if out is not None else Path("runs") / f"reproduce-{experiment}"
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists and is not empty; give another folder (--out).")
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} exists and is not empty; give another folder (--out), or go on in it (--resume).")
     folder.mkdir(parents=True, exist_ok=True)
     words = ["nestfed", "reproduce", experiment, *(["--quick"] if quick else []), "--out", str(folder)]
     return EXPERIMENTS[experiment](folder, shlex.join(words), quick=quick, progress=progress)

@@ -30,14 +30,12 @@ from nestfed.tasks.tabular import (
     PARTS,
     STATISTICS,
     Tabular,
-    TabularModel,
     TabularSetup,
     TabularTask,
     area_under_roc,
     part_of,
     single_level,
 )
-
 
 # ------------------------------------------------------------------------------------------------- the task
 
