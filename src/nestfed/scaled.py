@@ -74,9 +74,7 @@ class Scaled:
         """The larger one of each number and the bound, which is not negative."""
         largest = jnp.max(self.value)
         top = jnp.where(largest > 0, self.shift + jnp.log(jnp.where(largest > 0, largest, 1)), LOWEST)
-        shift = jnp.maximum(
-            top, 0
-        )  # an exponent that fits what comes out: where nothing is positive, that of the bound
+        shift = jnp.maximum(top, 0)  # fits what comes out: where nothing is positive, the bound
         value = jnp.where(self.value > 0, self.value * jnp.exp(self.shift - shift), 0)
         raised = Scaled(shift, jnp.maximum(value, bound * jnp.exp(-shift))).normal()
         # Where nothing is below, nothing changes, not even a last digit: projections are counted.
