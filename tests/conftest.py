@@ -10,6 +10,16 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.par
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_memory():
+    """Compiled programs pile up over hundreds of tests, to 10 GB and more: dropped where a worker holds too many."""
+    yield
+    pages = Path("/proc/self/statm")  # Linux only
+    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 3e9:
+        jax.clear_caches()

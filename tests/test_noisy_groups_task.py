@@ -254,8 +254,9 @@ def test_batches_have_fresh_proxies_and_no_true_group():
     assert_array_equal(np.asarray(drawn["inputs"])[..., 1:], np.eye(GROUPS)[drawn["proxy"]])
     wrong = np.asarray(drawn["proxy"]) != data.true_group[rows]
     assert abs(wrong.mean() - 0.3) < 4 * np.sqrt(0.21 / wrong.size)
-    by_row = pd.Series(wrong.ravel()).groupby(rows.ravel())
-    assert (by_row.nunique() == 2).mean() > 0.9  # about 22 draws of each row: nearly all were right and wrong
+    times = np.bincount(rows.ravel())
+    share = np.bincount(rows.ravel(), wrong.ravel())[times > 0] / times[times > 0]
+    assert ((share > 0) & (share < 1)).mean() > 0.9  # about 22 draws of each row: nearly all were right and wrong
     kept = batches(dataclasses.replace(task, resample=False), 500)
     assert_array_equal(kept["inputs"][..., 0], drawn["inputs"][..., 0])
     assert_array_equal(kept["proxy"], np.asarray(proxy_groups(data.true_group, 0.3, 0))[rows])
@@ -302,7 +303,7 @@ def test_what_is_chosen():
             "validation_objective": np.array(
                 [
                     [[9, 0.5, 0.3], [9, 0.5, 0.3]],
-                    [[9, 0.4, 0.2], [9, 0.4, 0.4]],
+                    [[9, 0.4, 0.2], [9, 0.4, 0.3]],
                     [[9, 0.2, 0.1], [9, 0.3, np.nan]],  # diverged in round 1000
                     [[9, np.nan, np.nan], [9, 0.1, 0.1]],  # diverged in round 100
                 ]
@@ -312,9 +313,9 @@ def test_what_is_chosen():
         cost={}, seconds=0.0, machine="",
     )  # fmt: skip
     training = Training("feddro", 8)
-    found = Experiment(Path("."), Plan(), known={training: cell})
+    found = Experiment(Path("."), Plan(), known={training.name: cell})
     assert found.chosen(training, "rounds") == 2
-    assert found.chosen(training, "steps") in (0, 1)  # 0.3 on average, both
+    assert found.chosen(training, "steps") == 1
     assert found.chosen(training, "rounds", (0.01, 0.1)) == 1
     with pytest.raises(UserError, match="every setting diverged"):
         found.chosen(training, "rounds", (3.0,))
@@ -323,9 +324,6 @@ def test_what_is_chosen():
 def test_the_trainings_of_the_plan():
     all_of = Experiment(Path("."), Plan())
     assert len(set(all_of.trainings)) == len(all_of.trainings) == 4 + 3 + 2 + 2 * 6 + 8
-    for training in all_of.trainings:
-        for after in all_of.occasions(training):
-            assert all_of._last(training, after) * training.steps_per_round % training.local_steps == 0
     # After 3200 steps, whatever the method and the number of local steps.
     assert {all_of._last(t, "steps") * t.steps_per_round for t in all_of.compared + all_of.local_steps} == {3200}
 
@@ -334,21 +332,21 @@ def test_the_quick_version(tmp_path, monkeypatch):
     folder = tmp_path / "quick"
     text = reproduce("dro-fairness", out=folder, quick=True, progress=False).read_text(encoding="utf-8")
     assert "nestfed reproduce dro-fairness --quick --out" in text and "{{" not in text
-    seeds = pd.read_csv(folder / "tables" / "seeds.csv")
-    final = pd.read_csv(folder / "tables" / "final.csv")
-    first = seeds[(seeds.method == "FedDRO") & (seeds["local steps"] == 2) & (seeds.after == "20 rounds")]
-    row = final[(final.method == "FedDRO") & (final["local steps"] == 2) & (final.after == "20 rounds")]
+    read = lambda name: pd.read_csv(folder / "tables" / f"{name}.csv", dtype={"claim": str})
+    of = lambda table, method, steps, after: table[
+        (table.method == method) & (table["local steps"] == steps) & (table.after == after) & (table.clients == 2)
+    ]
+    seeds = read("seeds")
+    first, row = (of(table, "FedDRO", 2, "20 rounds") for table in (seeds, read("final")))
     assert len(first) == QUICK.seeds
     assert_allclose(row["test accuracy"], first["test_accuracy"].mean(), rtol=1e-5)
     assert_allclose(row["test violation, std"], first["test_violation"].std(ddof=0), rtol=1e-4, atol=1e-6)
-    claims = pd.read_csv(folder / "tables" / "claims.csv")
-    ours = seeds[(seeds.method == "DS-FedDRO") & (seeds["local steps"] == 1) & (seeds.after == "40 steps")]
-    theirs = seeds[(seeds.method == "GCIVR") & (seeds.after == "40 steps")]
-    difference = claims[(claims.claim.astype(str) == "4") & (claims.case == "DS-FedDRO, test, 40 steps")]["difference"]
-    gap = ours["test_accuracy"].to_numpy() - theirs["test_accuracy"].to_numpy()
-    assert_allclose(difference, gap.mean(), atol=1e-5)
+    ours, theirs = (of(seeds, method, 1, "40 steps")["test_accuracy"].mean() for method in ("DS-FedDRO", "GCIVR"))
+    claims = read("claims").set_index(["claim", "case"])["difference"]
+    assert_allclose(claims["4", "DS-FedDRO, test, 40 steps"], ours - theirs, atol=1e-5)
     for figure in text.split("](figures/")[1:]:
         assert (folder / "figures" / figure.split(")")[0]).stat().st_size > 10_000
     # A second time everything is read, nothing trained.
     monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("trained again"))
-    assert experiment.run(folder, "again", quick=True, progress=False).read_text(encoding="utf-8").count("again") == 1
+    page = experiment.run(folder, "the second command", quick=True, progress=False)
+    assert "the second command" in page.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ import tomli_w
 
 from nestfed.algorithms import make
 from nestfed.core import Task, UserError
-from nestfed.data import NoisyGroups, adult_noisy_groups
+from nestfed.data import NoisyGroups, adult_noisy_groups, load
+from nestfed.data.noisy_groups import GROUPS
 from nestfed.report import figures, studies, tables
 from nestfed.report.statistics import Paired, paired
-from nestfed.report.style import number, spread
+from nestfed.report.style import file_name, number, spread
 from nestfed.reproduce.cells import Cell, kept, train
 from nestfed.reproduce.verdicts import Claim, all_above, all_below, at_level, claims_table, markdown_claims
 from nestfed.results import versions
@@ -61,20 +62,20 @@ class Plan:
     steps: int = 3200
     paper_rates: tuple[float, ...] = (0.001, 0.01, 0.05, 0.1)
     more_rates: tuple[float, ...] = (0.3, 1.0)
-    large_rates: tuple[float, ...] = (3.0,)  # with one or two local steps
+    large_rates: tuple[float, ...] = (3.0,)  # with up to four local steps
     betas: tuple[float, ...] = (0.1, 0.5, 0.9)
     local_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     chosen_with: int = 8  # local steps per round where beta for more than one is chosen
     saturation: int = 32  # local steps above which the paper saw no gain
     few_clients: tuple[int, ...] = (1, 2, 3, 4)
     few_clients_steps: tuple[int, ...] = (1, 4)
-    evaluate_every: int = 40  # of the trainings whose curves are drawn
+    evaluate_every: int = 10  # rounds between the points of a curve up to `rounds`
     seeds: int = 10
 
 
 QUICK = Plan(
-    thinning=24, clients=2, batch=8, readings=("rows",), rounds=20, steps=40, more_rates=(1.0,), large_rates=(),
-    paper_rates=(0.1,), betas=(0.5,), local_steps=(1, 2), chosen_with=2, saturation=2, few_clients=(1, 2),
+    thinning=24, clients=2, batch=8, readings=("rows",), rounds=20, steps=40, paper_rates=(0.1,), more_rates=(),
+    large_rates=(), betas=(0.5,), local_steps=(1, 2), chosen_with=2, saturation=2, few_clients=(1, 2),
     few_clients_steps=(1,), evaluate_every=20, seeds=2,
 )  # fmt: skip
 
@@ -84,6 +85,8 @@ def run(folder: Path, command: str, *, quick: bool = False, progress: bool | Non
     experiment = Experiment(folder, QUICK if quick else Plan(), progress)
     for training in experiment.trainings:
         experiment.cell(training)
+        if training in experiment.drawn_finely:
+            experiment.curve(training)
     return write_page(experiment, command)
 
 
@@ -130,7 +133,7 @@ class Experiment:
     folder: Path
     plan: Plan
     progress: bool | None = None
-    known: dict[Training, Cell] = dataclasses.field(default_factory=dict)
+    known: dict[str, Cell] = dataclasses.field(default_factory=dict)  # by the names of their files
 
     @functools.cached_property
     def trainings(self) -> list[Training]:
@@ -153,6 +156,10 @@ class Experiment:
         return [Training(method, plan.clients, steps) for method in PROPOSED for steps in plan.local_steps]
 
     @functools.cached_property
+    def drawn_finely(self) -> list[Training]:
+        return [training for training in self.compared if training.reading == "rows"]
+
+    @functools.cached_property
     def few_clients(self) -> list[Training]:
         plan = self.plan
         return [Training("feddro", clients, steps) for clients in plan.few_clients for steps in plan.few_clients_steps]
@@ -164,10 +171,29 @@ class Experiment:
         return f"{self.plan.rounds} rounds" if after == "rounds" else f"{self.plan.steps} steps"
 
     def cell(self, training: Training) -> Cell:
-        path = self.folder / "cells" / f"{training.name}.json"
-        if training not in self.known:
-            self.known[training] = kept(path, lambda: self._train(training))
-        return self.known[training]
+        """All settings, on the occasions to judge them."""
+        last = [self._last(training, after) for after in self.occasions(training)]
+        return self._kept(training, training.name, lambda: self._grid(training), last, math.gcd(*last))
+
+    def curve(self, training: Training) -> Cell:
+        """The setting chosen for the first occasion once more, evaluated more often."""
+        chosen = lambda: [self.cell(training).settings[self.chosen(training, "rounds")]]
+        every = self.plan.evaluate_every // training.rounds_per_round
+        return self._kept(training, f"{training.name}-curve", chosen, [self._last(training, "rounds")], every)
+
+    def _kept(
+        self, training: Training, name: str, grid: Callable[[], list[dict[str, float]]], last: list[int], every: int
+    ) -> Cell:
+        def make_cell() -> Cell:
+            settings = [(words, _algorithm(training, words)) for words in grid()]
+            return train(
+                settings, self._tasks(training), range(self.plan.seeds), rounds=max(last), evaluate_every=every,
+                progress=self.progress, title=training.title,
+            )  # fmt: skip
+
+        if name not in self.known:
+            self.known[name] = kept(self.folder / "cells" / f"{name}.json", make_cell)
+        return self.known[name]
 
     def chosen(self, training: Training, after: str, rates: Sequence[float] | None = None) -> int:
         """The setting that validation rows prefer on this occasion, perhaps among some step sizes only."""
@@ -187,11 +213,13 @@ class Experiment:
         values = {metric: column[setting, :, place] for metric, column in cell.metrics.items()}
         return pd.DataFrame(values, index=pd.Index(cell.seeds, name="seed"))
 
-    def history(self, training: Training, after: str) -> pd.DataFrame:
-        """The curves of the chosen setting up to this occasion, against the rounds that the paper counts."""
-        cell, last = self.cell(training), self._last(training, after)
-        history = cell.history(training.method, training.steps_per_round, self.chosen(training, after))
-        history = history[history["round"] <= last]
+    def history(self, training: Training, after: str) -> Any:
+        """The curves of the chosen setting up to this occasion, against the rounds that the paper counts; the start,
+        which is random, is left out."""
+        fine = after == "rounds"
+        cell, setting = (self.curve(training), 0) if fine else (self.cell(training), self.chosen(training, after))
+        history: Any = cell.history(training.method, training.steps_per_round, setting)
+        history = history[(history["round"] > 0) & (history["round"] <= self._last(training, after))]
         return history.assign(round=history["round"] * training.rounds_per_round)
 
     def _last(self, training: Training, after: str) -> int:
@@ -203,20 +231,9 @@ class Experiment:
     def _place(self, training: Training, after: str) -> int:
         return int(np.flatnonzero(self.cell(training).round == self._last(training, after))[0])
 
-    def _train(self, training: Training) -> Cell:
-        last = [self._last(training, after) for after in self.occasions(training)]
-        every = math.gcd(*last)
-        if training in self.compared and training.reading == "rows":
-            every = math.gcd(every, self.plan.evaluate_every // training.rounds_per_round)
-        settings = [(words, _algorithm(training, words)) for words in self._grid(training)]
-        return train(
-            settings, self._tasks(training), range(self.plan.seeds), rounds=max(last), evaluate_every=every,
-            progress=self.progress, title=training.title,
-        )  # fmt: skip
-
     def _grid(self, training: Training) -> list[dict[str, float]]:
         plan = self.plan
-        rates = plan.paper_rates + plan.more_rates + (plan.large_rates if training.local_steps <= 2 else ())
+        rates = plan.paper_rates + plan.more_rates + (plan.large_rates if training.local_steps <= 4 else ())
         if training.method not in PROPOSED:
             return [{"lr": lr} for lr in rates]
         if training.local_steps == 1:
@@ -358,7 +375,7 @@ def cost_table(experiment: Experiment) -> pd.DataFrame:
     """What a client sends in a round of the paper's count, at one step per round and at the most."""
     rows = []
     several = [t for t in experiment.local_steps if t.local_steps == max(experiment.plan.local_steps)]
-    for training in [t for t in experiment.compared if t.reading == "rows"] + several:
+    for training in experiment.drawn_finely + several:
         cost, rounds = experiment.cell(training).cost, training.rounds_per_round
         rows.append(
             {
@@ -388,12 +405,9 @@ def paper_rates_table(experiment: Experiment) -> pd.DataFrame:
 
 
 def check_claims(experiment: Experiment) -> list[Claim]:
-    """What the paper says, for every reading of the constraints; then about local steps and numbers of clients."""
-    claims = []
-    for reading, mark in {"rows": "", "positives": "b"}.items():
-        if reading in experiment.plan.readings:
-            claims += _method_claims(experiment, reading, mark)
-    return claims + _local_steps_claims(experiment) + _clients_claims(experiment)
+    """What the paper says; the claims on methods once more with positives as the reference."""
+    claims = _method_claims(experiment, "rows", "") + _local_steps_claims(experiment) + _clients_claims(experiment)
+    return claims + (_method_claims(experiment, "positives", "b") if "positives" in experiment.plan.readings else [])
 
 
 def _minus(experiment: Experiment, one: Training, other: Training, metric: str, after: str) -> Paired:
@@ -510,31 +524,32 @@ def write_figures(experiment: Experiment, final: Any) -> list[str]:
     """All figures; returns their names."""
     plan, written = experiment.plan, []
 
-    def write(name: str, figure: Any) -> None:
+    def write(figure: Any, *words: str) -> None:
+        name = file_name(*words)
         figures.write(figure, experiment.folder / "figures", name)
         written.append(name)
 
-    for reading in plan.readings:
-        if reading == "scalar":
-            continue
-        shown = [Training(method, plan.clients, reading=reading) for method in TITLES if method != "unconstrained"]
-        shown.append(Training("unconstrained", plan.clients))
-        for after in ("rounds", "steps"):
-            history = pd.concat([experiment.history(training, after) for training in shown], ignore_index=True)
-            panels = studies.metric_panels(
-                history, SHOWN, TITLES, xlabel="communication rounds, one step each; mean and standard deviation"
-            )
-            write(f"methods-{reading}-{experiment.occasion(after).replace(' ', '-')}", panels)
-    titles = list(SHOWN.values())
+    drawn = [
+        ("rows", "rounds"),
+        ("rows", "steps"),
+        *(("positives", "steps") for r in plan.readings if r == "positives"),
+    ]
+    for reading, after in drawn:
+        others = [training for training in experiment.compared if training.reading == reading]
+        shown = dict.fromkeys([*others, Training("unconstrained", plan.clients)])
+        history = pd.concat([experiment.history(training, after) for training in shown], ignore_index=True)
+        for part in ("test", "train"):
+            metrics = {name: title for name, title in SHOWN.items() if name.startswith(part)}
+            about = "communication rounds, one step each; mean and standard deviation over seeds"
+            figure = studies.metric_panels(history, metrics, TITLES, xlabel=about)
+            write(figure, "methods", reading, experiment.occasion(after), part)
     for after in ("rounds", "steps"):
-        chosen = rows_of(final, experiment, experiment.local_steps, after)
-        write(
-            f"local-steps-{experiment.occasion(after).replace(' ', '-')}",
-            studies.lines_over(chosen, "local steps", titles),
-        )
+        rows = rows_of(final, experiment, experiment.local_steps, after)
+        metrics = ["train accuracy", "test accuracy", "train objective"]
+        write(studies.lines_over(rows, "local steps", metrics), "local steps", experiment.occasion(after))
     few = rows_of(final, experiment, experiment.few_clients, "rounds")
-    few = few.assign(method=[f"I = {steps}" for steps in few["local steps"]])
-    write("clients", studies.lines_over(few, "clients", titles))
+    few = few.assign(method=[f"FedDRO, I = {steps}" for steps in few["local steps"]])
+    write(studies.lines_over(few, "clients", ["train accuracy", "test accuracy"]), "clients")
     return written
 
 
@@ -542,9 +557,8 @@ def write_page(experiment: Experiment, command: str) -> Path:
     folder, plan = experiment.folder, experiment.plan
     seeds, claims = seeds_table(experiment), check_claims(experiment)
     final, chosen, published = final_table(seeds), choice_table(experiment), paper_rates_table(experiment)
-    cost = cost_table(experiment)
     written = {
-        "seeds": seeds, "final": final, "chosen": chosen, "paper-rates": published, "cost": cost,
+        "seeds": seeds, "final": final, "chosen": chosen, "paper-rates": published, "cost": cost_table(experiment),
         "claims": claims_table(claims),
     }  # fmt: skip
     (folder / "tables").mkdir(parents=True, exist_ok=True)
@@ -553,25 +567,37 @@ def write_page(experiment: Experiment, command: str) -> Path:
     drawn = write_figures(experiment, final)
     settings = dataclasses.asdict(plan) | {"betas_of_one_step": BETAS, "server_rate": SERVER_RATE, "gcivr_epoch": EPOCH}
     (folder / "settings.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
-    titles, proxies = list(SHOWN.values()), ["train violation by proxy", "test violation by proxy"]
     compared = rows_of(final, experiment, experiment.compared, "rounds", "steps")
     local_steps = rows_of(final, experiment, experiment.local_steps, "rounds", "steps")
     few = rows_of(final, experiment, experiment.few_clients, "rounds")
-    rates = [column for column in final.columns if "tpr" in column and "std" not in column]
+    titles = list(SHOWN.values())
+    tpr = [f"test tpr{'' if group is None else ' ' + group}" for group in (None, *GROUPS)]
+    cells = [experiment.cell(training) for training in experiment.trainings]
+    cells += [experiment.curve(training) for training in experiment.drawn_finely]
+
+    def value(reading: str, method: str, after: str, column: str) -> float:
+        """A number of the final table, one step per round."""
+        training = Training(method, plan.clients, reading=reading)
+        return float(rows_of(final, experiment, [training], after)[column].iloc[0])
+
     text = jinja2.Template(
         Path(__file__).with_name("noisy_groups.md.jinja").read_text(encoding="utf-8"), keep_trailing_newline=True
     ).render(
-        plan=plan, command=command, number=number, epoch=EPOCH, server_rate=SERVER_RATE, betas=BETAS,
-        minutes=f"{sum(experiment.cell(t).seconds for t in experiment.trainings) / 60:.1f}",
-        machine=f"{platform.machine()}, {os.cpu_count()} cores", versions=versions(),
-        claims=markdown_claims(claims), drawn=drawn,
+        plan=plan, command=command, epoch=EPOCH, server_rate=SERVER_RATE, betas=BETAS, drawn=drawn, value=value,
+        number=number, minutes=f"{sum(cell.seconds for cell in cells) / 60:.1f}",
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, {', '.join(sorted({c.machine for c in cells}))}",
+        versions=versions(), always_no=1 - load("adult-all").labels().mean(), claims=markdown_claims(claims),
         methods=shown_table(compared, ["reading", "after", "method", "lr"], titles),
-        rates=shown_table(compared, ["reading", "after", "method"], [*rates, *proxies]),
+        rates=shown_table(
+            compared, ["reading", "after", "method"], [*tpr, "train violation by proxy", "test violation by proxy"]
+        ),
         local_steps=shown_table(
-            local_steps, ["after", "method", "local steps", "lr", "beta"], [*titles, "train objective"]
+            local_steps.sort_values("after", kind="stable"), ["after", "method", "local steps", "lr", "beta"],
+            [*titles, "train objective"],
         ),
         clients=shown_table(few, ["local steps", "clients", "lr"], titles),
-        published=tables.markdown(published), chosen=tables.markdown(chosen), cost=tables.markdown(cost),
+        published=tables.markdown(published), chosen=tables.markdown(chosen),
+        cost=tables.markdown(written["cost"].astype({"exchanges": int, "bytes up": int, "bytes down": int})),
     )  # fmt: skip
     page = folder / "README.md"
     page.write_text(text, encoding="utf-8")
