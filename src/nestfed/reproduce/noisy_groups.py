@@ -529,24 +529,19 @@ def write_figures(experiment: Experiment, final: Any) -> list[str]:
         figures.write(figure, experiment.folder / "figures", name)
         written.append(name)
 
-    drawn = [
-        ("rows", "rounds"),
-        ("rows", "steps"),
-        *(("positives", "steps") for r in plan.readings if r == "positives"),
-    ]
-    for reading, after in drawn:
+    drawn = [("rows", "rounds", "test"), ("rows", "rounds", "train"), ("rows", "steps", "test")]
+    drawn += [("positives", "steps", "test")] if "positives" in plan.readings else []
+    for reading, after, part in drawn:
         others = [training for training in experiment.compared if training.reading == reading]
         shown = dict.fromkeys([*others, Training("unconstrained", plan.clients)])
         history = pd.concat([experiment.history(training, after) for training in shown], ignore_index=True)
-        for part in ("test", "train"):
-            metrics = {name: title for name, title in SHOWN.items() if name.startswith(part)}
-            about = "communication rounds, one step each; mean and standard deviation over seeds"
-            figure = studies.metric_panels(history, metrics, TITLES, xlabel=about)
-            write(figure, "methods", reading, experiment.occasion(after), part)
-    for after in ("rounds", "steps"):
-        rows = rows_of(final, experiment, experiment.local_steps, after)
-        metrics = ["train accuracy", "test accuracy", "train objective"]
-        write(studies.lines_over(rows, "local steps", metrics), "local steps", experiment.occasion(after))
+        metrics = {name: title for name, title in SHOWN.items() if name.startswith(part)}
+        about = "communication rounds, one step each; mean and standard deviation over seeds"
+        figure = studies.metric_panels(history, metrics, TITLES, xlabel=about)
+        write(figure, "methods", reading, experiment.occasion(after), part)
+    rows = rows_of(final, experiment, experiment.local_steps, "rounds")
+    metrics = ["train accuracy", "test accuracy", "train objective"]
+    write(studies.lines_over(rows, "local steps", metrics), "local steps", experiment.occasion("rounds"))
     few = rows_of(final, experiment, experiment.few_clients, "rounds")
     few = few.assign(method=[f"FedDRO, I = {steps}" for steps in few["local steps"]])
     write(studies.lines_over(few, "clients", ["train accuracy", "test accuracy"]), "clients")
@@ -570,6 +565,7 @@ def write_page(experiment: Experiment, command: str) -> Path:
     compared = rows_of(final, experiment, experiment.compared, "rounds", "steps")
     local_steps = rows_of(final, experiment, experiment.local_steps, "rounds", "steps")
     few = rows_of(final, experiment, experiment.few_clients, "rounds")
+    at_equal_steps = rows_of(final, experiment, experiment.local_steps, "steps")["train objective"]
     titles = list(SHOWN.values())
     tpr = [f"test tpr{'' if group is None else ' ' + group}" for group in (None, *GROUPS)]
     cells = [experiment.cell(training) for training in experiment.trainings]
@@ -584,6 +580,7 @@ def write_page(experiment: Experiment, command: str) -> Path:
         Path(__file__).with_name("noisy_groups.md.jinja").read_text(encoding="utf-8"), keep_trailing_newline=True
     ).render(
         plan=plan, command=command, epoch=EPOCH, server_rate=SERVER_RATE, betas=BETAS, drawn=drawn, value=value,
+        at_equal_steps=at_equal_steps,
         number=number, minutes=f"{sum(cell.seconds for cell in cells) / 60:.1f}",
         machine=f"{platform.machine()}, {os.cpu_count()} cores, {', '.join(sorted({c.machine for c in cells}))}",
         versions=versions(), always_no=1 - load("adult-all").labels().mean(), claims=markdown_claims(claims),
