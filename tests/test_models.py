@@ -25,11 +25,13 @@ from nestfed.models import (
     average_pool,
     batch_norm,
     conv2d,
+    convolve,
     group_norm,
     image_model_named,
     init_kernel,
     max_pool,
     model_named,
+    planes_of,
 )
 from nestfed.problems import SingleLevel
 
@@ -90,44 +92,43 @@ def test_conv2d_refuses_images_of_other_channels():
 
 @pytest.mark.parametrize("side", [6, 7])
 def test_pools_take_windows_side_by_side_and_leave_out_the_rest(side):
-    images = np.asarray(normal(0, 2, side, 6, 3))
-    windows = np.stack([images[:, i:6:3, j:6:3] for i in range(3) for j in range(3)])
-    close(max_pool(images, 3), windows.max(0))
-    close(average_pool(images, 3), windows.mean(0))
-    assert max_pool(images, 1) is images and average_pool(images, 1) is images
+    planes = normal(0, 3, side, 6, 2)
+    windows = np.stack([planes[:, i:6:3, j:6:3] for i in range(3) for j in range(3)])
+    close(max_pool(planes, 3), windows.max(0))
+    close(average_pool(planes, 3), windows.mean(0))
+    assert max_pool(planes, 1) is planes and average_pool(planes, 1) is planes
     with pytest.raises(UserError, match="too small to pool windows of 9 x 9"):
-        max_pool(images, 9)
+        max_pool(planes, 9)
 
 
 def test_gradient_of_max_pool_goes_to_the_largest():
-    images = jnp.arange(16.0).reshape(1, 4, 4, 1)
-    gradient = jax.grad(lambda a: (max_pool(a) * jnp.array([[1.0, 2], [3, 4]])[None, :, :, None]).sum())(images)
+    planes = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    gradient = jax.grad(lambda a: (max_pool(a)[0, :, :, 0] * jnp.array([[1.0, 2], [3, 4]])).sum())(planes)
     expected = np.zeros((4, 4))
     expected[1::2, 1::2] = [[1, 2], [3, 4]]
     close(gradient[0, :, :, 0], expected)
 
 
 def test_norms_standardise_groups_of_an_image_or_channels_of_a_batch():
-    images = np.asarray(5 + 3 * normal(0, 4, 3, 5, 6))
+    planes = np.asarray(5 + 3 * normal(0, 6, 3, 5, 4))
     layer = {"scale": normal(1, 6), "shift": normal(2, 6)}
-    affine = lambda a: a * np.asarray(layer["scale"]) + np.asarray(layer["shift"])
+    affine = lambda a: a * np.asarray(layer["scale"])[:, None, None, None] + layer["shift"][:, None, None, None]
     standard = lambda a: (a - a.mean()) / np.sqrt(a.var() + 1e-5)
-    by_group = np.empty_like(images)
+    by_group = np.empty_like(planes)
     for row in range(4):
         for first in (0, 2, 4):
-            by_group[row, :, :, first : first + 2] = standard(images[row, :, :, first : first + 2])
-    close(group_norm(layer, images, groups=3), affine(by_group))
-    by_channel = np.stack([standard(images[..., c]) for c in range(6)], -1)
-    close(batch_norm(layer, images), affine(by_channel))
+            by_group[first : first + 2, :, :, row] = standard(planes[first : first + 2, :, :, row])
+    close(group_norm(layer, planes, groups=3), affine(by_group))
+    close(batch_norm(layer, planes), affine(np.stack([standard(plane) for plane in planes])))
     with pytest.raises(UserError, match="6 channels cannot be put into 8 equal groups"):
-        group_norm(layer, images)
+        group_norm(layer, planes)
 
 
 def test_half_precision_statistics_are_single():
     """Of 4,096 numbers around 100, bfloat16 could not even hold the mean."""
-    images = (100 + normal(0, 1, 64, 64, 1)).astype(jnp.bfloat16)
+    planes = (100 + normal(0, 1, 64, 64, 1)).astype(jnp.bfloat16)
     layer = {"scale": jnp.ones(1, jnp.float32), "shift": jnp.zeros(1, jnp.float32)}
-    answer = batch_norm(layer, images)
+    answer = batch_norm(layer, planes)
     assert answer.dtype == jnp.bfloat16
     assert abs(float(answer.astype(jnp.float32).mean())) < 1e-2
     assert float(answer.astype(jnp.float32).std()) == pytest.approx(1, abs=1e-2)
@@ -193,9 +194,9 @@ def test_residual_block_with_empty_branches_is_its_shortcut():
     for _, second in extractor["blocks"]:
         second["norm"]["scale"] = jnp.zeros_like(second["norm"]["scale"])
     stem = extractor["stem"]
-    values = jax.nn.relu(group_norm(stem["norm"], conv2d(images, stem["kernel"])))
+    values = jax.nn.relu(group_norm(stem["norm"], convolve(planes_of(images), stem["kernel"])))
     features = jax.jit(model.features)(extractor, images)
-    close(features[:, :8], values[:, ::2, ::2].mean((1, 2)))
+    close(features[:, :8], values[:, ::2, ::2].mean((1, 2)).T)
     close(features[:, 8:], 0)
 
 

@@ -340,7 +340,7 @@ def rows_of(final: Any, experiment: Experiment, trainings: Sequence[Training], *
 
 def shown_table(final: Any, keys: Sequence[str], metrics: Sequence[str]) -> str:
     """Rows of the final table as Markdown: mean ± standard deviation."""
-    shown = final[list(keys)].copy()
+    shown = final[list(keys)].map(lambda value: f"{value:g}" if isinstance(value, float) else value)
     for metric in metrics:
         moments = zip(final[metric], final[f"{metric}, std"], final["seeds"], strict=True)
         shown[metric] = [spread(mean, std, n) for mean, std, n in moments]
@@ -363,7 +363,7 @@ def choice_table(experiment: Experiment) -> pd.DataFrame:
                 | {
                     "chosen": ", ".join(f"{key} = {value:g}" for key, value in words.items()),
                     "at the edge": "yes" if words["lr"] in (rates[0], rates[-1]) else "",
-                    "score": score(best), "best of the paper's": cell.settings[published]["lr"],
+                    "score": score(best), "best of the paper's": f"{cell.settings[published]['lr']:g}",
                     "its score": score(published), "settings tried": len(cell.settings),
                     "of them diverged": int((cell.diverged >= 0).any(1).sum()),
                 }
@@ -394,7 +394,7 @@ def paper_rates_table(experiment: Experiment) -> pd.DataFrame:
         setting = experiment.chosen(training, "rounds", experiment.plan.paper_rates)
         result = experiment.result(training, "rounds", setting)
         lr = experiment.cell(training).settings[setting]["lr"]
-        row: dict[str, Any] = {"reading": training.reading, "method": TITLES[training.method], "lr": lr}
+        row: dict[str, Any] = {"reading": training.reading, "method": TITLES[training.method], "lr": f"{lr:g}"}
         for metric, title in SHOWN.items():
             row[title] = spread(result[metric].mean(), result[metric].std(ddof=0), len(result))
         rows.append(row)
@@ -564,7 +564,8 @@ def write_page(experiment: Experiment, command: str) -> Path:
     (folder / "settings.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
     compared = rows_of(final, experiment, experiment.compared, "rounds", "steps")
     local_steps = rows_of(final, experiment, experiment.local_steps, "rounds", "steps")
-    few = rows_of(final, experiment, experiment.few_clients, "rounds")
+    local_steps = local_steps.sort_values(["after", "method", "local steps"])
+    few = rows_of(final, experiment, experiment.few_clients, "rounds").sort_values(["local steps", "clients"])
     at_equal_steps = rows_of(final, experiment, experiment.local_steps, "steps")["train objective"]
     titles = list(SHOWN.values())
     tpr = [f"test tpr{'' if group is None else ' ' + group}" for group in (None, *GROUPS)]
@@ -589,7 +590,7 @@ def write_page(experiment: Experiment, command: str) -> Path:
             compared, ["reading", "after", "method"], [*tpr, "train violation by proxy", "test violation by proxy"]
         ),
         local_steps=shown_table(
-            local_steps.sort_values("after", kind="stable"), ["after", "method", "local steps", "lr", "beta"],
+            local_steps, ["after", "method", "local steps", "lr", "beta"],
             [*titles, "train objective"],
         ),
         clients=shown_table(few, ["local steps", "clients", "lr"], titles),
