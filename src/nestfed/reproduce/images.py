@@ -340,7 +340,10 @@ def write_page(experiment: Experiment, command: str) -> Path:
         Path(__file__).with_name("images.md.jinja").read_text(encoding="utf-8"), keep_trailing_newline=True
     )
     full = Plan()
-    missing = [steps for steps in full.local_steps if plan.data == full.data and steps not in plan.local_steps]
+    missing = []  # what a page made from fewer cells does not show
+    if plan.data == full.data:
+        missing += [f"{steps} local steps" for steps in full.local_steps if steps not in plan.local_steps]
+        missing += [f"clients dealt by {dealing}" for dealing in full.uneven if dealing not in plan.uneven]
     page = folder / "README.md"
     text = template.render(
         plan=plan, command=command, missing=missing, machines=sorted({cell.machine for cell in cells}),
