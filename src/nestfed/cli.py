@@ -125,7 +125,8 @@ def list_(
     from nestfed.tasks import TASKS
 
     if what == "algorithms":
-        scope = lambda cls: "" if cls.scope is None else f", {cls.scope} lower level"
+        inner = {"bilevel": "lower level", "compositional": "inner function"}
+        scope = lambda cls: "" if cls.scope is None else f", {cls.scope} {inner[cls.family]}"
         rows = [(n, c.family + scope(c), (c.__doc__ or "").strip().splitlines()[0]) for n, c in ALGORITHMS.items()]
         frame = pd.DataFrame(rows, columns=["name", "problems", "what it does"])
     elif what == "tasks":

@@ -349,10 +349,11 @@ class FederatedImages:
     client_names: tuple[str, ...]
 
     def holdings(self) -> pd.DataFrame:
-        """Training images per client and class, in the form of tables of people: classes are the groups."""
+        """Training images per client and class, as tables of people have them: classes are groups, labels are none."""
         label = self.rows.columns["label"]
         client, zeros = np.repeat(np.arange(self.rows.clients), self.rows.sizes), np.zeros(len(label), int)
-        return rules.holdings(client, label, zeros, zeros + TRAIN, self.client_names, self.class_names)
+        table = rules.holdings(client, label, zeros, zeros + TRAIN, self.client_names, self.class_names)
+        return table.drop(columns="label")
 
 
 def deal_images(

@@ -356,7 +356,7 @@ def holdings(
 
 
 def draw_holdings(holdings: pd.DataFrame) -> Figure:
-    """Who holds what: rows per client and group, and each client's share of positive labels.
+    """Who holds what: rows per client and group, and each client's share of positive labels if there are labels.
 
     Up to 30 clients as stacked bars, more as a map of the share of each group. Of several seeds the first is drawn.
     """
@@ -365,12 +365,13 @@ def draw_holdings(holdings: pd.DataFrame) -> Figure:
     clients, groups = list(dict.fromkeys(holdings["client"])), list(dict.fromkeys(holdings["group"]))
     table = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0)
     rows = table.reindex(index=clients, columns=groups).to_numpy(float)
-    positives = holdings.assign(positive=holdings["rows"] * holdings["label"])
-    rate = positives.pivot_table(index="client", values="positive", aggfunc="sum").loc[clients, "positive"] / rows.sum(
-        1
-    )
+    rates = []  # of positive labels: one panel, or none
+    if "label" in holdings:
+        positives = holdings.assign(positive=holdings["rows"] * holdings["label"])
+        table = positives.pivot_table(index="client", values="positive", aggfunc="sum")
+        rates = [table.loc[clients, "positive"].to_numpy(float) / rows.sum(1)]
     draw = _draw_bars if len(clients) <= 30 else _draw_map
-    return draw(rows, rate.to_numpy(), clients, groups)
+    return draw(rows, rates, clients, groups)
 
 
 INK, FAINT = "#24292f", "#8c959f"
@@ -378,13 +379,14 @@ INK, FAINT = "#24292f", "#8c959f"
 GROUP_COLOURS = ("#77AADD", "#EE8866", "#44BB99", "#EEDD88", "#FFAABB", "#99DDFF", "#BBCC33", "#AAAA00", "#C5CAD0")
 
 
-def _draw_bars(rows: np.ndarray, rate: np.ndarray, clients: Sequence[str], groups: Sequence[str]) -> Figure:
+def _draw_bars(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
     """Left: stacked bars of rows by group. Right: the share of positive labels, with that of all rows as a line."""
     titles = [f"{_shortened(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
     titles_per_line = int(105 // (max(map(len, titles)) + 5))  # as many letters as a line has
     height = 1.2 + 0.42 * len(clients) + 0.23 * -(-len(titles) // titles_per_line)
     figure = Figure(figsize=(9, height), layout="constrained")
-    bars, shares = figure.subplots(1, 2, sharey=True, width_ratios=[4, 1])
+    panels = figure.subplots(1, 1 + len(rates), sharey=True, width_ratios=[4] + len(rates) * [1], squeeze=False)
+    bars, *more = panels[0]
     place, left = np.arange(len(clients)), np.zeros(len(clients))
     colours = (
         GROUP_COLOURS if len(groups) <= len(GROUP_COLOURS) else colormaps["turbo"](np.linspace(0.05, 0.95, len(groups)))
@@ -400,15 +402,16 @@ def _draw_bars(rows: np.ndarray, rate: np.ndarray, clients: Sequence[str], group
     bars.invert_yaxis()
     bars.set_xlabel("rows")
     bars.xaxis.set_major_formatter("{x:,.0f}")
-    overall = float((rate * total).sum() / total.sum())
-    shares.axvline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-    shares.hlines(place, 0, 100 * rate, color="#d0d7de", linewidth=2)
-    shares.plot(100 * rate, place, "o", color=INK, markersize=7)
-    for y, value in zip(place, rate, strict=True):
-        shares.annotate(f"{100 * value:.1f}", (100 * value, y), (8, 0), textcoords="offset points", va="center")
-    shares.set_xlim(0, max(1.0, 145 * rate.max()))
-    shares.set_xlabel("positive labels, %\n(dashed: all rows)")
-    for axes in (bars, shares):
+    for shares, rate in zip(more, rates, strict=True):
+        overall = float((rate * total).sum() / total.sum())
+        shares.axvline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+        shares.hlines(place, 0, 100 * rate, color="#d0d7de", linewidth=2)
+        shares.plot(100 * rate, place, "o", color=INK, markersize=7)
+        for y, value in zip(place, rate, strict=True):
+            shares.annotate(f"{100 * value:.1f}", (100 * value, y), (8, 0), textcoords="offset points", va="center")
+        shares.set_xlim(0, max(1.0, 145 * rate.max()))
+        shares.set_xlabel("positive labels, %\n(dashed: all rows)")
+    for axes in (bars, *more):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False, colors=INK)
         axes.grid(axis="x", color="#eaeef2")
@@ -418,20 +421,22 @@ def _draw_bars(rows: np.ndarray, rate: np.ndarray, clients: Sequence[str], group
     return figure
 
 
-def _draw_map(rows: np.ndarray, rate: np.ndarray, clients: Sequence[str], groups: Sequence[str]) -> Figure:
+def _draw_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
     """One column per client: its rows, its share of positive labels, and how its rows are divided among the groups."""
     figure = Figure(figsize=(10, 3.4 + 0.32 * len(groups)), layout="constrained")
-    bars, shares, cells = figure.subplots(3, 1, sharex=True, height_ratios=[1.1, 0.9, 0.32 * len(groups) + 0.4])
+    heights = [1.1, *(0.9 for _ in rates), 0.32 * len(groups) + 0.4]
+    bars, *more, cells = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     place, total = np.arange(len(clients)), rows.sum(1)
     bars.bar(place, total, width=0.9, color=GROUP_COLOURS[0])
     bars.set_ylabel("rows")
     bars.yaxis.set_major_formatter("{x:,.0f}")
-    overall = float((rate * total).sum() / total.sum())
-    shares.axhline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-    shares.plot(place, 100 * rate, "o", color=INK, markersize=3)
-    shares.set_ylabel("positive, %")
-    shares.set_ylim(bottom=0)
-    for axes in (bars, shares):
+    for shares, rate in zip(more, rates, strict=True):
+        overall = float((rate * total).sum() / total.sum())
+        shares.axhline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+        shares.plot(place, 100 * rate, "o", color=INK, markersize=3)
+        shares.set_ylabel("positive, %")
+        shares.set_ylim(bottom=0)
+    for axes in (bars, *more):
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(bottom=False, colors=INK)
         axes.grid(axis="y", color="#eaeef2")
