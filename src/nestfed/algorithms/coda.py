@@ -1,0 +1,146 @@
+"""CODA+ and CODASCA: saddle points in stages, for the area under the ROC curve.
+
+Problem   min_x max_alpha mean_k F_k(x, alpha), concave in alpha; x = (model, a, b) where F is `AreaUnderRoc`'s.
+
+Stage s = 0, 1, ... has `stage_steps` growth^s steps, of size lr_s = lr / shrink^s, around its reference x_ref.
+Step at client k, on one batch, both at the point before it:
+    x_k      <- x_k - lr_s (grad_x F_k(x_k, alpha_k) - c_k + c + (x_k - x_ref) / gamma)
+    alpha_k  <- alpha_k + lr_s (grad_alpha F_k(x_k, alpha_k) - e_k + e)
+    CODA+ has no c, c_k, e, e_k; CODASCA's are control variates.
+Last step of a round, I local steps, from the broadcast (x, alpha):
+    CODASCA   c_k <- c_k - c + (x - x_k) / (I lr_s),  e_k <- e_k - e + (alpha_k - alpha) / (I lr_s)
+              c <- c + share mean_k(change of c_k),  e likewise
+    (x, alpha) <- mean_k (x_k, alpha_k)                       d + 1 numbers, which is the model's and 3; CODASCA twice
+Last round of a stage, instead:
+    (x, alpha) <- mean_k (mean over the stage's steps of (x_k, alpha_k)),   x_ref <- x
+
+Why    The proximal term makes a stage a strongly convex problem, whose average point is close to its solution; steps
+       that shrink as stages grow then give a rate that does not depend on the number of local steps. A stage's last
+       round needs its points' average and not the last point, so a client keeps a running sum and sends that instead:
+       averages cost no traffic. CODASCA's correction is SCAFFOLD's, for both variables: without noise its fixed point
+       is the common saddle for any number of local steps, where CODA+ stops at one between the clients' own.
+Ref.   Yuan et al., "Federated deep AUC maximization for heterogeneous data with a constant communication complexity",
+       ICML 2021.
+Departures
+  * A stage ends with the first round in which its steps are done, so every stage has whole rounds.
+  * The dual variable may have a step size of its own, `dual_lr`, which shrinks likewise.
+  * With partial participation a client averages over the steps of a stage that it did.
+  * CODASCA: every stage ends as CODA+'s do. The server's step size is 1. lr must be constant within a round.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nestfed.core import Algorithm, Local, Shared, at, setting, struct
+
+
+@struct
+class CODAPlus(Algorithm):
+    """Minimax: local descent and ascent around a reference point, restarted in stages from averages."""
+
+    lr: float = setting("eta: step size of the first stage", above=0)
+    dual_lr: float | None = setting("step size of alpha in the first stage; none: lr", default=None, above=0)
+    gamma: float = setting("(1 / 2 gamma) |x - reference|^2 is added; inf: nothing", default=500.0, above=0)
+    stage_steps: int = setting("T_0: steps of the first stage", default=4000, at_least=1, static=True)
+    growth: float = setting("factor by which stages grow", default=3.0, at_least=1)
+    shrink: float = setting("what step sizes are divided by after a stage", default=3.0, at_least=1)
+
+    family = "minimax"
+
+    class State(NamedTuple):
+        x: Shared
+        alpha: Shared
+        reference: Shared  # x at the start of the stage
+        stage: Shared  # its number
+        began: Shared  # the step index at its start
+        total: Local  # sum of (x_k, alpha_k) over the client's steps ...
+        steps: Local  # ... of which there were so many ...
+        own_stage: Local  # ... in this stage
+
+    def init(self, problem, params, draw, fed):
+        x, alpha = params
+        zero, nothing = jnp.zeros((), jnp.int32), (jnp.zeros_like(x), jnp.zeros_like(alpha))
+        return self.State(
+            x=x, alpha=alpha, reference=x, stage=zero, began=zero, total=nothing, steps=zero, own_stage=zero
+        )
+
+    def step(self, problem, s, draw, fed):
+        s = self.local_step(problem, s, draw, fed)
+        return self.synchronised(problem, s, fed, fed.mean(self.message(s, fed))) if fed.sync else s
+
+    def local_step(self, problem, s, draw, fed, corrections=None):
+        """A step of (x, alpha), added to the client's sums."""
+        gradients = problem.gradients(s.x, s.alpha, draw(0))
+        if corrections is not None:
+            gradients = jax.tree.map(jnp.add, gradients, corrections)
+        lr, dual_lr = self.rates(s, fed)
+        x = problem.feasible_x(s.x - lr * (gradients[0] + (s.x - s.reference) / self.gamma))
+        alpha = problem.feasible_alpha(s.alpha + dual_lr * gradients[1])
+        going_on = s.own_stage == s.stage  # otherwise the sums are those of a stage that is over
+        total = jax.tree.map(lambda old, new: jnp.where(going_on, old, 0) + new, s.total, (x, alpha))
+        return s._replace(x=x, alpha=alpha, total=total, steps=jnp.where(going_on, s.steps, 0) + 1, own_stage=s.stage)
+
+    def rates(self, s, fed):
+        """The step sizes of x and alpha."""
+        shrunk = lambda rate: (at(rate, fed.t) / self.shrink**s.stage).astype(s.x.dtype)
+        lr = shrunk(self.lr)
+        return lr, lr if self.dual_lr is None else shrunk(self.dual_lr)
+
+    def ending(self, s, fed):
+        """Is this the stage's last round?"""
+        return fed.t + 1 - s.began >= self.stage_steps * self.growth**s.stage
+
+    def message(self, s, fed):
+        """What a client sends: its point, or its average point where the stage ends."""
+        average = lambda point, total: jnp.where(self.ending(s, fed), total / s.steps.astype(point.dtype), point)
+        return jax.tree.map(average, (s.x, s.alpha), s.total)
+
+    def synchronised(self, problem, s, fed, answer):
+        """The common state from the mean of the messages."""
+        x, alpha, ends = problem.feasible_x(answer[0]), problem.feasible_alpha(answer[1]), self.ending(s, fed)
+        return s._replace(
+            x=x,
+            alpha=alpha,
+            reference=jnp.where(ends, x, s.reference),
+            stage=s.stage + ends.astype(s.stage.dtype),
+            began=jnp.where(ends, fed.t + 1, s.began).astype(s.began.dtype),
+        )
+
+
+@struct
+class CODASCA(CODAPlus):
+    """Minimax: CODA+ with control variates against the drift of local steps."""
+
+    class State(NamedTuple):
+        x: Shared
+        alpha: Shared
+        reference: Shared
+        stage: Shared
+        began: Shared
+        total: Local
+        steps: Local
+        own_stage: Local
+        common: Shared = None  # (c, e): the server's control variates
+        own: Local = None  # (c_k, e_k): the client's
+
+    def init(self, problem, params, draw, fed):
+        plain = super().init(problem, params, draw, fed)
+        return plain._replace(common=plain.total, own=plain.total)
+
+    def step(self, problem, s, draw, fed):
+        s = self.local_step(problem, s, draw, fed, jax.tree.map(jnp.subtract, s.common, s.own))
+        if not fed.sync:
+            return s
+        lr, dual_lr = self.rates(s, fed)
+        moved = (
+            (fed.server.x - s.x) / (self.local_steps * lr),
+            (s.alpha - fed.server.alpha) / (self.local_steps * dual_lr),
+        )
+        change = jax.tree.map(jnp.subtract, moved, s.common)
+        answer, mean_change = fed.mean((self.message(s, fed), change))
+        follow = lambda c, dc: c + fed.share.astype(c.dtype) * dc
+        return self.synchronised(problem, s, fed, answer)._replace(
+            common=jax.tree.map(follow, s.common, mean_change), own=jax.tree.map(jnp.add, s.own, change)
+        )
