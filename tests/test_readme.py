@@ -49,7 +49,7 @@ def test_all_other_commands_run_in_their_order(tmp_path):
     printed = {command: run(command, tmp_path) for command in COMMANDS if command not in SEPARATE}
     assert len(printed) >= 12
     pages = [line for text in printed.values() for line in text.splitlines() if line.endswith("report.html")]
-    assert len(pages) == 7 and all((tmp_path / page).exists() for page in pages)
+    assert len(pages) == 8 and all((tmp_path / page).exists() for page in pages)
     assert (tmp_path / "runs" / "sweep-fairness-fedbio" / "best.toml").exists()
 
 

@@ -56,7 +56,7 @@ OPTIONS: dict[str, Any] = {
     "model": Annotated[str | None, _flag("logistic, or network (two layers).", TRAINING)],
     "penalty": Annotated[float | None, _flag("mu of (mu / 2) |theta|^2 (0.001).", TRAINING)],
     "batch_size": Annotated[int | None, _flag("Rows per batch (128, or 32 for small tables).", TRAINING)],
-    "averaging": Annotated[str | None, _flag("Weights of clients: uniform, samples (robust).", TRAINING)],
+    "averaging": Annotated[str | None, _flag("Weights of clients: uniform, samples (robust, auprc).", TRAINING)],
     "divergence": Annotated[str | None, _flag("robust: kl, chi-square, cvar (the worst rows alone).", TRAINING)],
     "strength": Annotated[
         float | None,
@@ -65,6 +65,11 @@ OPTIONS: dict[str, Any] = {
             "1 / (1 + strength) of rows.", TRAINING,
         ),
     ],
+    "margin": Annotated[
+        float | None, _flag("auprc: how far positives should lie above negatives, in probability (0.5).", TRAINING)
+    ],
+    "batch_positives": Annotated[int | None, _flag("auprc: positives per batch (half of its rows).", TRAINING)],
+    "recall": Annotated[float | None, _flag("auprc: at which recall precision is reported (0.8).", TRAINING)],
     "weigh": Annotated[str | None, _flag("What FedBiO weighs: group, group+label.", TRAINING)],
     "weight_form": Annotated[str | None, _flag("FedBiO's weights: projected, softmax.", TRAINING)],
     "gap": Annotated[float | None, _flag("Weight of the EqOpp gap in FedBiO's upper loss (0).", TRAINING)],
@@ -74,9 +79,9 @@ OPTIONS: dict[str, Any] = {
     "label": Annotated[str | None, _flag("Column to predict (own file).", DATA)],
     "positive": Annotated[str | None, _flag("Value of the label that counts as 1.", DATA)],
     "threshold": Annotated[float | None, _flag("Or: the label counts as 1 above this number.", DATA)],
-    "group": Annotated[str | None, _flag("Column of the groups; sex+race joins two. robust needs none.", DATA)],
+    "group": Annotated[str | None, _flag("Column of the groups; sex+race joins two. Only fairness needs one.", DATA)],
     "clients": Annotated[str | None, _flag("Number of clients, or the column that names them (3).", DATA)],
-    "partition": Annotated[str | None, _flag("iid, dirichlet:0.5 (robust), shards:2, classes:1, ratios:2:2:6.", DATA)],
+    "partition": Annotated[str | None, _flag("iid (fairness), dirichlet:0.5, shards:2, classes:1, ratios:2:6.", DATA)],
     "features": Annotated[str | None, _flag("standard, minimax-fair, minimax-fair-raw, minimax-fair-slip.", DATA)],
     "keep_group": Annotated[bool | None, _flag("The group column is a feature.", DATA, "--keep-group/--no-keep-group")],
     "drop": Annotated[list[str] | None, _flag("A column that is no feature; may be repeated.", DATA)],
@@ -162,6 +167,8 @@ def run(
     nestfed run --data my.csv --label income --group sex --clients region
 
     nestfed run robust --data my.csv --label ill --clients hospital --divergence kl --strength 2
+
+    nestfed run auprc --data my.csv --label fraud --clients bank
     """
     settings, source = _settings(given)
     out = _out(settings, out)

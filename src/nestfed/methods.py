@@ -13,7 +13,7 @@ import pandas as pd
 
 from nestfed.algorithms import make
 from nestfed.core import Algorithm, Task, UserError, closest, validate
-from nestfed.record import Metric
+from nestfed.record import Chart, Metric
 
 Setup = Any  # one seed's data, as a kind makes it
 
@@ -67,6 +67,7 @@ class Kind(abc.ABC):
     usual: ClassVar[tuple[str, ...]]  # the methods of a run that names none
     select: ClassVar[str]  # the metric on validation data that tells most of `score`
     metrics: ClassVar[tuple[Metric, ...]]  # the headline, the most telling first
+    chart: ClassVar[Chart | None] = None  # what `lines` draw
     aims: ClassVar[tuple[str, ...]] = ()  # options that change what `score` measures: it cannot choose among them
     steps: int  # local steps of every stage, an option of every kind
     methods: ClassVar[dict[str, Method]]
@@ -123,6 +124,10 @@ class Kind(abc.ABC):
     @abc.abstractmethod
     def evaluate(self, setup: Setup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
         """(headline metrics of a final state, metrics of slices of the data: kind, slice, split, metric, value)."""
+
+    def lines(self, setup: Setup, server: Any) -> pd.DataFrame:
+        """The lines of the chart for a final state: slice, x, y. Only of kinds that have a chart."""
+        return pd.DataFrame()
 
     @abc.abstractmethod
     def trained(self, setup: Setup, server: Any) -> Any:

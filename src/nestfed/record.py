@@ -6,6 +6,7 @@ history.parquet    one row per method, seed, stage and evaluation
 final.parquet      one row per method and seed: the metrics of the output
 slices.parquet     the same for parts of the data: groups, clients
 holdings.parquet   who holds what
+lines.parquet      lines that the task draws of final models (precision against recall), where it has any
 cost.json          the ledger of every method and stage
 models/            the final model of every method and seed
 checkpoints/       what a killed run resumes from
@@ -38,6 +39,20 @@ class Metric:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chart:
+    """What the lines of a task's final models show, on axes from 0 to 1."""
+
+    name: str  # "precision-recall": also of its files
+    title: str
+    x: str
+    y: str
+    caption: str
+
+
+LINE_COLUMNS = ("method", "seed", "slice", "x", "y")
+
+
+@dataclasses.dataclass(frozen=True)
 class Record:
     """Everything a run leaves.
 
@@ -47,19 +62,26 @@ class Record:
     final      method, seed, status ("finished", "diverged"), and one column per metric
     slices     method, seed, kind ("group", "client"), slice, split ("train", "validation", "test"), metric, value
     holdings   seed, client, group, label, part ("train", "validation", "test"), rows
+    lines      method, seed, slice, x, y: the lines of the chart; x has the same values in all of a slice's lines
     """
 
     settings: dict[str, Any]
-    about: dict[str, Any]  # also: title, baseline (a method), metrics, titles of methods and slices
+    about: dict[str, Any]  # also: title, baseline (a method), metrics, titles of methods and slices, chart
     history: pd.DataFrame
     final: pd.DataFrame
     slices: pd.DataFrame
     holdings: pd.DataFrame
     cost: dict[str, Any]  # method -> stage -> ledger
+    lines: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=pd.Index(LINE_COLUMNS)))
 
     @property
     def metrics(self) -> list[Metric]:
         return [Metric(**metric) for metric in self.about["metrics"]]
+
+    @property
+    def chart(self) -> Chart | None:
+        """What the lines show, where there are any."""
+        return Chart(**self.about["chart"]) if len(self.lines) else None
 
     @property
     def methods(self) -> list[str]:
@@ -76,6 +98,8 @@ class Record:
         replace_file(folder / "cost.json", json.dumps(self.cost, indent=2).encode())
         for name in TABLES:
             replace_file(folder / f"{name}.parquet", getattr(self, name).to_parquet(index=False))
+        if len(self.lines):
+            replace_file(folder / LINES, self.lines.to_parquet(index=False))
 
     @classmethod
     def load(cls, folder: Path) -> "Record":
@@ -92,6 +116,7 @@ class Record:
                 about=about,
                 cost=json.loads(text("cost.json")),
                 **{name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES},
+                **({"lines": pd.read_parquet(folder / LINES)} if (folder / LINES).exists() else {}),
             )
         except (OSError, ValueError) as error:
             raise UserError(
@@ -101,6 +126,7 @@ class Record:
 
 
 TABLES = ("history", "final", "slices", "holdings")
+LINES = "lines.parquet"
 
 
 def replace_file(path: Path, content: bytes) -> None:

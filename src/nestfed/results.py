@@ -12,7 +12,7 @@ import pandas as pd
 
 from nestfed.checkpoint import fingerprint
 from nestfed.methods import Kind, Setup
-from nestfed.record import Record
+from nestfed.record import LINE_COLUMNS, Record
 from nestfed.staged import DIVERGED, FINISHED, Trace
 
 
@@ -29,13 +29,15 @@ def make_record(
     started: str,
 ) -> Record:
     """The record of finished traces."""
-    finals, slices = [], []
+    finals, slices, lines = [], [], []
     for trace in traces:
         row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
         if trace.status == FINISHED:
             metrics, parts = kind.evaluate(setups[trace.seed], trace.server)
             row |= metrics
             slices.append(parts.assign(method=trace.method, seed=trace.seed))
+            if kind.chart is not None:
+                lines.append(kind.lines(setups[trace.seed], trace.server).assign(method=trace.method, seed=trace.seed))
         finals.append(row)
     holdings = [kind.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
     failed = [f"{kind.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
@@ -51,6 +53,7 @@ def make_record(
             "baseline": kind.baseline if kind.baseline in methods else methods[0],
             "select": kind.select,
             "metrics": [dataclasses.asdict(metric) for metric in kind.headline],
+            "chart": None if kind.chart is None else dataclasses.asdict(kind.chart),
             "seeds": list(setups),
             "versions": versions(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
@@ -66,6 +69,7 @@ def make_record(
         holdings=pd.concat(holdings, ignore_index=True),
         # Of the seed that came furthest: one that diverged early has not seen all stages.
         cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
+        lines=pd.concat(lines, ignore_index=True) if lines else pd.DataFrame(columns=pd.Index(LINE_COLUMNS)),
     )
 
 

@@ -365,6 +365,7 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         slices=renamed("slices"),
         holdings=records[0].holdings,
         cost={n[m]: r.cost[m] for r, n in zip(records, labels, strict=True) for m in r.methods},
+        lines=renamed("lines"),
     )
     record.save(folder)
     write_report(record, folder)

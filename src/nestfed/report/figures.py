@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from nestfed.core import UserError
@@ -200,6 +201,44 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
     return figure
 
 
+def chart(record: Record) -> Figure:
+    """The lines of the task's chart, a panel for every slice; mean and band over seeds."""
+    about = record.chart
+    if about is None:
+        raise UserError(f"the task {record.about['task']} draws no lines of its models.")
+    table, drawn = statistics.lines(record), looks_of(record)
+    names = list(table["slice"].unique())
+    columns = min(len(names), 3)
+    stroke = lambda look: (0, look.dash) if look.dash else "-"
+    with _style():
+        down = -(-len(names) // columns)
+        figure = Figure(figsize=(max(5.2, 3.4 * columns), 1.0 + 2.75 * down), layout="constrained")
+        panels = figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False)
+        for axes, name in zip(panels.flat, names, strict=False):
+            for method, look in drawn.items():
+                line = statistics.rows(table, method=method, slice=name)
+                x, mean, std = (line[column].to_numpy(float) for column in ("x", "mean", "std"))
+                axes.plot(x, mean, color=look.colour, linestyle=stroke(look), linewidth=1.8)
+                axes.fill_between(x, mean - std, mean + std, color=look.colour, alpha=0.14, linewidth=0)
+            axes.set_title(_plain(textwrap.shorten(str(name), 34)), fontsize=10, pad=6)
+            axes.set(xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
+        for axes in panels.flat[len(names) :]:
+            axes.set_visible(False)
+        for axes in panels[-1]:
+            axes.set_xlabel(_plain(about.x))
+        for axes in panels[:, 0]:
+            axes.set_ylabel(_plain(about.y))
+        figure.legend(
+            [Line2D([], [], color=look.colour, linestyle=stroke(look)) for look in drawn.values()],
+            [_plain(look.title) for look in drawn.values()], loc="outside right upper",
+        )  # fmt: skip
+        figure.suptitle(_headed(about.title), x=0.01, ha="left", fontsize=12, fontweight="bold")
+        several = len(record.about["seeds"]) > 1
+        spread = "Mean over seeds; the band is one standard deviation. " if several else "One seed. "
+        _caption(figure, _plain(spread + about.caption))
+    return figure
+
+
 def holdings(record: Record) -> Figure:
     """Who holds what, of the first seed."""
     from nestfed.data import draw_holdings  # heavy, and not needed by readers of one figure
@@ -225,6 +264,8 @@ def write_all(record: Record, folder: Path) -> list[Path]:
             made[file_name("bars", metric, kind)] = slice_bars(record, metric, kind=kind)
     if len(record.metrics) > 1 and len(statistics.finished(record)):
         made["trade-off"] = trade_off(record)
+    if record.chart is not None:
+        made[record.chart.name] = chart(record)
     if len(record.holdings):
         made["holdings"] = holdings(record)
     return [path for stem, figure in made.items() for path in write(figure, folder, stem)]

@@ -25,7 +25,7 @@ from nestfed.report.style import duration, numbers, spread, title_of
 POINTS = 400  # of a line, at most
 NUMBERS = 60_000  # of all lines, at most: a page stays below a megabyte
 MANY_CLIENTS = 30  # more are drawn as one picture instead of a bar each
-SHOWN_ELSEWHERE = {"title", "command", "methods", "baseline", "metrics", "notes", "versions", "format"}
+SHOWN_ELSEWHERE = {"title", "command", "methods", "baseline", "metrics", "notes", "versions", "format", "chart"}
 TITLES = {"name": "run", "seconds": "wall time", "started": "started"}
 
 
@@ -53,6 +53,7 @@ def render(record: Record) -> str:
         baseline=statistics.baseline_of(record),
         rows=_headline_rows(record, table),
         undrawn=_undrawn(record),
+        chart=_chart(record),
         slice_tables={kind: tables.slices(record, kind)[1] for kind in record.slices["kind"].unique()},
         holdings=_holdings(record.holdings),
         cost=tables.cost(record)[1] if record.cost else None,
@@ -273,6 +274,31 @@ def _undrawn(record: Record) -> list[str]:
     """Titles of methods that have no curve because every run diverged."""
     runs = record.final.groupby("method")["status"].agg(lambda status: bool((status == "diverged").all()))
     return [record.title(method) for method in record.methods if runs.get(method, False)]
+
+
+# ------------------------------------------------------------------------------------------------- lines of models
+
+
+def _chart(record: Record) -> dict[str, Any] | None:
+    """The lines of the task's chart as outlines in boxes of 100 x 100, one box per slice; means over seeds."""
+    if record.chart is None:
+        return None
+    table = statistics.lines(record)
+    points = lambda line: " ".join(
+        f"{100 * x:.1f},{100 - 100 * y:.1f}" for x, y in zip(line["x"], line["mean"], strict=True)
+    )
+    panels = [
+        {"name": str(name)}
+        | {
+            "lines": [
+                {"look": look, "points": points(line)}
+                for method, look in looks_of(record).items()
+                if len(line := statistics.rows(table, slice=name, method=method))
+            ]
+        }
+        for name in table["slice"].unique()
+    ]
+    return {"about": record.chart, "panels": panels}
 
 
 # ------------------------------------------------------------------------------------------------- who holds what

@@ -183,6 +183,12 @@ def stage_changes(curve: pd.DataFrame, against: str) -> list[tuple[float, str]]:
     return [(float(curve[against].iloc[max(i - 1, 0)]), str(curve["name"].iloc[i])) for i in begins]
 
 
+def lines(record: Record) -> pd.DataFrame:
+    """Mean, std and n over finished seeds of the lines of the chart, for every method, slice and x."""
+    good = record.lines.merge(finished(record)[["method", "seed"]], on=["method", "seed"])
+    return _moments(good.groupby(["method", "slice", "x"], sort=False)["y"]).reset_index()
+
+
 def slices(record: Record) -> pd.DataFrame:
     """Mean, std and n over finished seeds for every method, kind, slice, split and metric, in the order of the data."""
     good = record.slices.merge(finished(record)[["method", "seed"]], on=["method", "seed"])

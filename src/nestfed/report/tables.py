@@ -124,10 +124,12 @@ def slices(record: Record, kind: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     frame = statistics.rows(statistics.slices(record), kind=kind).drop(columns="kind")
     chosen = statistics.rows(frame, split="test")
     digits = {metric.name: metric.digits for metric in record.metrics}
-    shown = {}
+    # A part of the data without a value (no positive row, say) keeps its line, with dashes.
+    asked = statistics.rows(record.slices, kind=kind, **({} if chosen.empty else {"split": "test"}))
+    shown = {(title_of(row["metric"]), row["slice"], row["split"]): {} for row in asked.to_dict("records")}
     for row in (frame if chosen.empty else chosen).to_dict("records"):
         text = spread(row["mean"], row["std"], row["n"], digits.get(row["metric"], 4))
-        shown.setdefault((title_of(row["metric"]), row["slice"], row["split"]), {})[row["method"]] = text
+        shown[title_of(row["metric"]), row["slice"], row["split"]][row["method"]] = text
     return frame, pd.DataFrame(
         [
             {"metric": metric, kind: name, "split": split}

@@ -2,10 +2,11 @@
 
 from nestfed.methods import Kind
 from nestfed.tasks import toys
+from nestfed.tasks.auprc import Auprc
 from nestfed.tasks.fairness import Fairness
 from nestfed.tasks.robust import Robust
 from nestfed.tasks.tabular import TabularModel
 
-TASKS: dict[str, type[Kind]] = {kind.name: kind for kind in (Fairness, Robust)}
+TASKS: dict[str, type[Kind]] = {kind.name: kind for kind in (Fairness, Robust, Auprc)}
 
 __all__ = ["TASKS", "TabularModel", "toys"]

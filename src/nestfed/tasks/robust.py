@@ -11,37 +11,38 @@ are in `nestfed.robust`). One number says how far the adversary may go, and for 
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pandas as pd
-from jax import lax
 from jax.scipy.special import logsumexp
 
 from nestfed import worst_case
-from nestfed.core import Array, ClientRows, Fed, Layout, PyTree, setting, static, struct
+from nestfed.core import Array, Layout, setting, static, struct
 from nestfed.data import TRAIN
 from nestfed.methods import Method, Stage
-from nestfed.models import Perceptron
 from nestfed.problems import Compositional
 from nestfed.record import Metric
-from nestfed.robust import KL, ChiSquare, CVaR, MeanLoss
+from nestfed.robust import KL, ChiSquare, CVaR
 from nestfed.tasks.tabular import (
     AVERAGE_LOSS,
     LOCAL_STEPS,
     PARTS,
+    Pool,
+    PooledTask,
+    RowLosses,
     Tabular,
     TabularSetup,
     TabularTask,
-    losses,
+    masked_area_under_roc,
+    mean_loss,
     single_level,
 )
 
 DECILE = 0.1
-ROWS_AT_ONCE = 1024  # of a client, in an evaluation
 UNDECIDED = math.log(2)  # the loss of a model that knows nothing: where the threshold of CVaR starts
 
 
@@ -80,36 +81,14 @@ class Divergence:
         return p @ losses - self.price / 2 * (1 / worst_case.effective_sample_size(p, weights) - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class RowLosses:
-    """The losses of a batch's training rows. A plain value: problems with equal ones share their programs."""
-
-    model: Perceptron
-
-    def __call__(self, theta: PyTree, batch: PyTree, key: Array) -> Array:
-        return losses(self.model, theta, batch["train"])
-
-
 # ------------------------------------------------------------------------------------------------- the task
 
 
-class Pool(NamedTuple):
-    """All rows of all clients, every field [rows]."""
-
-    logit: Array
-    label: Array
-    part: Array
-    group: Array
-    client: Array
-
-
 @struct
-class RobustTask(TabularTask):
-    """Metrics of the pooled rows: the worst rows of all cannot be told from means, so everybody's logits are gathered
-    to evaluate."""
+class RobustTask(PooledTask):
+    """Metrics of the pooled rows: the worst rows of all cannot be told from means."""
 
     divergence: Divergence
-    total: int = static(default=0)  # rows of all clients
 
     def metrics(self, server, client, data, fed):
         problem, theta = self.problem, self.problem.tree(0, server.x)
@@ -117,26 +96,6 @@ class RobustTask(TabularTask):
         measured = measures(self.pool(theta, data, fed), self.divergence, self.clients, self.groups)
         counted = problem.projections(server, client, fed) if isinstance(problem, Compositional) else {}
         return measured | counted
-
-    def pool(self, theta: PyTree, data: ClientRows, fed: Fed) -> Pool:
-        place = jnp.arange(data.largest, dtype=data.size.dtype)
-        mine = data.take(jnp.minimum(place, data.size - 1))
-        own = Pool(self._logits(theta, data), mine["label"], mine["part"], mine["group"], jnp.zeros_like(mine["group"]))
-        theirs, sizes = fed.gather((own, data.size))
-        theirs = theirs._replace(client=theirs.client + jnp.arange(self.clients, dtype=theirs.client.dtype)[:, None])
-        start = jnp.cumsum(sizes) - sizes
-        inside = place[None] < sizes[:, None]
-        to = jnp.where(inside, start[:, None] + place[None], self.total)  # beyond the end: left out
-        return jax.tree.map(lambda a: jnp.zeros(self.total, a.dtype).at[to].set(a, mode="drop"), theirs)
-
-    def _logits(self, theta: PyTree, data: ClientRows) -> Array:
-        """Of all of a client's rows, block by block; what lies behind them repeats the last one."""
-        block = min(ROWS_AT_ONCE, data.largest)
-        within = jnp.arange(block, dtype=data.size.dtype)
-        rows = lambda b: data.take(jnp.minimum(b * block + within, data.size - 1))["inputs"]
-        model = self.problem.losses.model
-        blocks = jnp.arange(-(-data.largest // block), dtype=data.size.dtype)
-        return lax.map(lambda b: model(theta, rows(b)), blocks).reshape(-1)[: data.largest]
 
 
 @functools.partial(jax.jit, static_argnames=("clients", "groups"))
@@ -162,7 +121,7 @@ def measures(pool: Pool, divergence: Divergence, clients: int, groups: int) -> d
             "worst_decile_loss": worst_case.cvar(loss, DECILE, inside) @ loss,
             "worst_client_loss": worst(loss, pool.client, clients),
             "worst_client_accuracy": -worst(-correct, pool.client, clients),
-            "auroc": _area_under_roc(pool.logit, pool.label == 1, inside > 0),
+            "auroc": masked_area_under_roc(pool.logit, pool.label == 1, inside > 0),
         }
         if groups > 1:
             values["worst_group_loss"] = worst(loss, pool.group, groups)
@@ -170,16 +129,6 @@ def measures(pool: Pool, divergence: Divergence, clients: int, groups: int) -> d
 
     values = jax.vmap(of_part)(jnp.arange(len(PARTS), dtype=pool.part.dtype))
     return {f"{part}_{name}": value[i] for i, part in enumerate(PARTS) for name, value in values.items()}
-
-
-def _area_under_roc(scores: Array, positive: Array, inside: Array) -> Array:
-    """As `tabular.area_under_roc`, of the rows inside and within a program."""
-    negatives = jnp.sort(jnp.where(inside & ~positive, scores, jnp.inf))
-    beaten = [jnp.searchsorted(negatives, scores, side=side) for side in ("left", "right")]
-    wins = (beaten[0] + beaten[1]).astype(scores.dtype) / 2  # a tie counts half
-    number = lambda mask: mask.sum().astype(scores.dtype)
-    pairs = number(inside & positive) * number(inside & ~positive)
-    return jnp.where(pairs > 0, jnp.sum(jnp.where(inside & positive, wins, 0)) / jnp.maximum(pairs, 1), jnp.nan)
 
 
 # ------------------------------------------------------------------------------------------------- set-up of a seed
@@ -193,7 +142,7 @@ class RobustSetup(TabularSetup):
 
     def task(self, problem, params, *, averaging=None, **fields):
         return super().task(
-            problem, params, averaging=averaging, divergence=self.kind.adversary, total=len(self.data.label), **fields
+            problem, params, averaging=averaging, divergence=self.kind.adversary, **self.pooled, **fields
         )
 
     @property
@@ -217,11 +166,6 @@ def robust_loss(setup: RobustSetup, before: Any) -> TabularTask:
     problem = setup.problem
     start = problem.start(setup.theta, UNDECIDED) if isinstance(problem, CVaR) else setup.theta
     return setup.task(problem, start)
-
-
-def mean_loss(setup: RobustSetup, before: Any) -> TabularTask:
-    problem = MeanLoss(losses=RowLosses(setup.model), weight_decay=setup.kind.penalty)
-    return setup.task(problem, setup.theta)
 
 
 # Chosen on Adult's validation data: three seeds, 2000 steps, lr 0.03, 0.1, 0.3 and 1, beta 0.1, 0.5 and 0.9 (DS-FedDRO:

@@ -10,24 +10,27 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pandas as pd
+from jax import lax
 from scipy import stats
 
 from nestfed.algorithms import ALGORITHMS
-from nestfed.core import Array, ClientRows, Layout, PyTree, Rows, Task, UserError, setting, static, struct
+from nestfed.core import Array, ClientRows, Fed, Layout, PyTree, Rows, Task, UserError, setting, static, struct
 from nestfed.data import TRAIN, VALIDATION, Encoder, Federated, Table, federate, load, overview, read_table, summary
 from nestfed.data.table import check_column
 from nestfed.methods import Kind, Method, Stage
 from nestfed.models import MODELS, Perceptron, model_named
 from nestfed.randomness import fold
+from nestfed.robust import MeanLoss
 
 PARTS = ("train", "validation", "test")
+ROWS_AT_ONCE = 1024  # of a client, in an evaluation
 STATISTICS = ("rows", "positives", "correct", "true_positives", "false_positives", "loss")
 
 
@@ -37,6 +40,16 @@ STATISTICS = ("rows", "positives", "correct", "true_positives", "false_positives
 def losses(model: Perceptron, theta: PyTree, rows: PyTree) -> Array:
     """The logistic loss of every row."""
     return optax.sigmoid_binary_cross_entropy(model(theta, rows["inputs"]), rows["label"])
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLosses:
+    """The losses of a batch's training rows. A plain value: problems with equal ones share their programs."""
+
+    model: Perceptron
+
+    def __call__(self, theta: PyTree, batch: PyTree, key: Array) -> Array:
+        return losses(self.model, theta, batch["train"])
 
 
 @struct
@@ -60,6 +73,44 @@ def part_of(data: ClientRows, part: int) -> ClientRows:
     """The view of one part of a client's rows: training rows lie first, then validation, then test."""
     sizes = data.constants["sizes"]
     return dataclasses.replace(data, offset=data.offset + sizes[:part].sum(dtype=sizes.dtype), size=sizes[part])
+
+
+class Pool(NamedTuple):
+    """All rows of all clients, every field [rows]."""
+
+    logit: Array
+    label: Array
+    part: Array
+    group: Array
+    client: Array
+
+
+@struct
+class PooledTask(TabularTask):
+    """Metrics of the rows of all clients together, where means do not tell: everybody's outputs are gathered to
+    evaluate."""
+
+    model: Perceptron = static()
+    total: int = static()  # rows of all clients
+
+    def pool(self, theta: PyTree, data: ClientRows, fed: Fed) -> Pool:
+        place = jnp.arange(data.largest, dtype=data.size.dtype)
+        mine = data.take(jnp.minimum(place, data.size - 1))
+        own = Pool(self._logits(theta, data), mine["label"], mine["part"], mine["group"], jnp.zeros_like(mine["group"]))
+        theirs, sizes = fed.gather((own, data.size))
+        theirs = theirs._replace(client=theirs.client + jnp.arange(self.clients, dtype=theirs.client.dtype)[:, None])
+        start = jnp.cumsum(sizes) - sizes
+        inside = place[None] < sizes[:, None]
+        to = jnp.where(inside, start[:, None] + place[None], self.total)  # beyond the end: left out
+        return jax.tree.map(lambda a: jnp.zeros(self.total, a.dtype).at[to].set(a, mode="drop"), theirs)
+
+    def _logits(self, theta: PyTree, data: ClientRows) -> Array:
+        """Of all of a client's rows, block by block; what lies behind them repeats the last one."""
+        block = min(ROWS_AT_ONCE, data.largest)
+        within = jnp.arange(block, dtype=data.size.dtype)
+        rows = lambda b: data.take(jnp.minimum(b * block + within, data.size - 1))["inputs"]
+        blocks = jnp.arange(-(-data.largest // block), dtype=data.size.dtype)
+        return lax.map(lambda b: self.model(theta, rows(b)), blocks).reshape(-1)[: data.largest]
 
 
 # ------------------------------------------------------------------------------------------------- set-up of a seed
@@ -96,6 +147,11 @@ class TabularSetup:
         )  # fmt: skip
 
     @property
+    def pooled(self) -> dict[str, Any]:
+        """What a `PooledTask` needs beside."""
+        return {"model": self.model, "total": len(self.data.label)}
+
+    @property
     def train_sizes(self) -> np.ndarray:
         """Training rows of every client."""
         return np.asarray(self.rows.constants["sizes"])[:, TRAIN].astype(float)
@@ -105,10 +161,11 @@ class TabularSetup:
         return np.full(sizes.size, 1 / sizes.size) if averaging == "uniform" else sizes / sizes.sum()
 
 
-def table_rows(data: Federated) -> Rows:
-    """The pool: client after client, each with its training, validation and test rows in this order."""
+def table_rows(data: Federated, *, positives_last: bool = False) -> Rows:
+    """The pool: client after client, each with its training, validation and test rows in this order; within each of
+    these parts the positive rows may lie last."""
     clients, groups = len(data.client_names), len(data.group_names)
-    order = np.argsort(data.part, kind="stable")
+    order = np.lexsort((data.label, data.part)) if positives_last else np.argsort(data.part, kind="stable")
     columns = {
         "inputs": data.inputs[order],
         "label": data.label[order].astype(np.float32),
@@ -129,6 +186,12 @@ def table_rows(data: Federated) -> Rows:
 
 LOCAL_STEPS = 5
 AVERAGE_LOSS = ("fedprox", "scaffold", "fedadagrad", "fedadam", "fedyogi")  # beside FedAvg, everybody's baseline
+
+
+def mean_loss(setup: TabularSetup, before: Any) -> TabularTask:
+    """The mean logistic loss of the training rows."""
+    problem = MeanLoss(losses=RowLosses(setup.model), weight_decay=setup.kind.penalty)
+    return setup.task(problem, setup.theta)
 
 
 def single_level(name: str, task: Callable[[Any, Any], TabularTask], lr: float) -> Method:
@@ -181,6 +244,16 @@ def area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
     if pairs == 0:
         return np.nan
     return float((stats.rankdata(scores)[label == 1].sum() - positives * (positives + 1) / 2) / pairs)
+
+
+def masked_area_under_roc(scores: Array, positive: Array, inside: Array) -> Array:
+    """As `area_under_roc`, of the rows inside and within a program."""
+    negatives = jnp.sort(jnp.where(inside & ~positive, scores, jnp.inf))
+    beaten = [jnp.searchsorted(negatives, scores, side=side) for side in ("left", "right")]
+    wins = (beaten[0] + beaten[1]).astype(scores.dtype) / 2  # a tie counts half
+    number = lambda mask: mask.sum().astype(scores.dtype)
+    pairs = number(inside & positive) * number(inside & ~positive)
+    return jnp.where(pairs > 0, jnp.sum(jnp.where(inside & positive, wins, 0)) / jnp.maximum(pairs, 1), jnp.nan)
 
 
 # ------------------------------------------------------------------------------------------------- the kind
@@ -268,7 +341,10 @@ class Tabular(Kind):
         model = model_named(self.model)
         start = model.init(jax.random.key(seed), data.inputs.shape[1])
         batch_size = self.batch_size or (128 if len(data.label) > 5000 else 32)
-        return self.setup_class(data, table_rows(data), model, start, batch_size, self)
+        return self.setup_class(data, self.rows_of(data), model, start, batch_size, self)
+
+    def rows_of(self, data: Federated) -> Rows:
+        return table_rows(data)
 
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
         table = self.table

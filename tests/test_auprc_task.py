@@ -1,0 +1,322 @@
+"""The average-precision task: metrics against scikit-learn, objectives, a user's own banks on the command line."""
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import example
+from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
+
+from nestfed import cli, workbench
+from nestfed.core import UserError
+from nestfed.data import TEST, TRAIN
+from nestfed.ranking import AveragePrecision, ranked
+from nestfed.record import Record
+from nestfed.report import figures
+from nestfed.report.page import render
+from nestfed.request import Request
+from nestfed.staged import Budget, make_setups, sweep_method
+from nestfed.tasks import TabularModel
+from nestfed.tasks.auprc import EVERYBODY, MARGIN, Auprc, area_under_curve, average_precision
+from nestfed.tasks.tabular import mean_loss
+
+ROOT = Path(__file__).parent.parent
+
+
+def banks(seed=0) -> pd.DataFrame:
+    """One payment in fifteen is a fraud; the bank at the harbour saw none."""
+    random = np.random.default_rng(seed)
+    bank = np.repeat(["north", "south", "harbour"], (260, 220, 120))
+    amount, hour = random.normal(size=600).round(3), random.normal(size=600).round(3)
+    night = random.choice(["yes", "no"], 600)
+    fraud = (2 * amount + (night == "yes") + random.normal(size=600) > 3) & (bank != "harbour")
+    frame = pd.DataFrame(
+        {"amount": amount, "hour": hour, "night": night, "bank": bank, "fraud": np.where(fraud, "yes", "no")}
+    )
+    return frame.sample(frac=1, random_state=seed)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "banks.csv"
+    banks().to_csv(path, index=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def kind(path):
+    return Auprc(data=str(path), label="fraud", positive="yes", clients="bank", batch_size=16, steps=100)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """The command line in this process: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["nestfed", *map(str, words)])
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        else:
+            code = 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------- metrics
+
+
+program = jax.jit(ranked, static_argnames="segments")
+
+
+def precision_at(label, scores, recall):
+    precision, reached, _ = precision_recall_curve(label, scores)
+    return precision[:-1][reached[:-1] >= recall].max()
+
+
+@given(seed=st.integers(0, 2**32 - 1), recall=st.sampled_from([0.3, 0.5, 0.8, 1.0]))
+@settings(max_examples=40, deadline=None)
+def test_average_precision_is_that_of_scikit_learn(seed, recall):
+    random = np.random.default_rng(seed)
+    rows, segments = 60, 5
+    segment = random.integers(0, segments, rows)
+    scores = random.normal(size=rows).round(random.integers(0, 3))  # many ties, some, hardly any; and -0.0
+    label = (random.random(rows) < 0.3) & (segment != 2)
+    averages, at_recall = program(jnp.asarray(scores), jnp.asarray(label), jnp.asarray(segment), segments, recall)
+    for i in range(segments):
+        inside = segment == i
+        if not label[inside].any():
+            assert np.isnan(averages[i]) and np.isnan(at_recall[i])
+            continue
+        assert averages[i] == pytest.approx(average_precision_score(label[inside], scores[inside]), rel=1e-12)
+        assert at_recall[i] == pytest.approx(precision_at(label[inside], scores[inside], recall), rel=1e-12)
+
+
+def test_more_recall_costs_precision_and_chance_is_the_share_of_positives():
+    random = np.random.default_rng(0)
+    scores, label, one = random.normal(size=4000), random.random(4000) < 0.1, np.zeros(4000, int)
+    measured = lambda scores, recall: program(jnp.asarray(scores), jnp.asarray(label), jnp.asarray(one), 1, recall)
+    found = [measured(scores, recall) for recall in (0.1, 0.5, 0.8, 1.0)]
+    at_recall = [float(best[0]) for _, best in found]
+    assert at_recall == sorted(at_recall, reverse=True)
+    assert float(found[0][0][0]) == pytest.approx(label.mean(), abs=0.02)
+    perfect, _ = measured(label + 0.0, 0.5)
+    assert float(perfect[0]) == 1
+
+
+# ------------------------------------------------------------------------------------------------- set-up, objectives
+
+
+def test_training_rows_lie_positives_last_and_batches_are_stratified(kind):
+    setup = kind.set_up(0)
+    data, rows = setup.data, setup.rows
+    assert data.client_names[int(np.argmin(setup.positives))] == "harbour" and setup.positives.min() == 0
+    for k in range(3):
+        start, size, number = int(rows.offsets[k]), int(setup.train_sizes[k]), int(setup.positives[k])
+        label = rows.columns["label"][start : start + size]
+        assert label[: size - number].sum() == 0 and label[size - number :].sum() == number
+        assert number == ((data.client == k) & (data.part == TRAIN) & (data.label == 1)).sum()
+    task = average_precision(setup, None)
+    k = int(np.argmax(setup.positives))
+    batch = task.sample(task.data.client(k), jax.random.key(0))
+    assert batch.positive.sum() == setup.batch_positives == 8 and batch.positive[:8].all()
+    np.testing.assert_array_equal(batch.rows["label"], batch.positive)
+    assert (batch.rows["part"] == TRAIN).all()
+
+
+def test_clients_count_by_their_positives_and_who_has_none_not_at_all(kind):
+    setup = kind.set_up(0)
+    harbour = setup.data.client_names.index("harbour")
+    by_positives = average_precision(setup, None).weights
+    np.testing.assert_allclose(by_positives, setup.positives / setup.positives.sum())
+    assert by_positives[harbour] == 0
+    for other in (mean_loss, area_under_curve):
+        np.testing.assert_allclose(other(setup, None).weights, setup.train_sizes / setup.train_sizes.sum())
+    share = setup.positives.sum() / setup.train_sizes.sum()
+    assert area_under_curve(setup, None).problem.positive_share == pytest.approx(share)  # that of the pooled rows
+    uniform = dataclasses.replace(setup, kind=dataclasses.replace(kind, averaging="uniform"))
+    np.testing.assert_allclose(average_precision(uniform, None).weights, np.where(by_positives > 0, 0.5, 0))
+    np.testing.assert_allclose(mean_loss(uniform, None).weights, 1 / 3)
+
+
+def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(kind):
+    """A sweep lays the rows of all seeds in one pool: metrics in training are those of the final state of each."""
+    short = dataclasses.replace(kind, steps=10)
+    setups = make_setups(short, range(2))
+    traces = sweep_method(short, "soap", setups, {}, {"lr": [0.01, 1.0]}, Budget(evaluations=1), progress=False)
+    for trace in traces:
+        final, _ = short.evaluate(setups[trace.seed], trace.server)
+        assert short.score(final) == pytest.approx(1 - final["validation_average_precision"])
+        recorded = {name: values[-1] for name, values in trace.stages[0].history.items() if name in final}
+        assert set(recorded) == set(final)
+        for name, value in recorded.items():
+            assert value == pytest.approx(final[name], rel=1e-6), name
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def surrogate(setup, theta) -> float:
+    """-1 x the smoothed average precision of the training rows: numpy, straight from the formula, one client at a time,
+    positives and negatives weighed as in a batch."""
+    data, kind = setup.data, setup.kind
+    h = 1 / (1 + np.exp(-np.asarray(setup.model(theta, jnp.asarray(data.inputs)), float)))
+    share, total = setup.batch_positives / setup.batch_size, 0.0
+    for k in range(len(data.client_names)):
+        own = (data.client == k) & (data.part == TRAIN)
+        above, below = h[own & (data.label == 1)], h[own & (data.label == 0)]
+        if not above.size:
+            continue
+        pair = lambda others: (np.maximum(kind.margin - above[:, None] + others[None], 0) ** 2).mean(1)
+        hits, misses = share * pair(above), (1 - share) * pair(below)
+        total -= (hits / (hits + misses)).sum()
+    return total / setup.positives.sum()
+
+
+def test_own_banks_in_one_command(call, path, kind, monkeypatch):
+    words = ["--data", path, "--label", "fraud", "--positive", "yes", "--clients", "bank", "--batch-size", "16"]
+    code, out, err = call(
+        "run", "auprc", *words, "--steps", "100", "--evaluations", "2", "--recall", "0.5", "--out", "a"
+    )
+    assert code == 0, err
+    assert "No positive training row (first seed): harbour." in out.replace("\n", " ")
+    record = Record.load(Path("a"))
+    assert record.methods == ["fedavg", "coda-plus", "fcsg-m"] and record.about["baseline"] == "fedavg"
+    assert [metric.title for metric in record.metrics] == [
+        "test average precision", "test average precision, mean of clients", "test precision at recall 0.5",
+        "test AUROC",
+    ]  # fmt: skip
+    for name in ("report.html", "lines.parquet", "figures/precision-recall.png", "figures/precision-recall.svg"):
+        assert (Path("a") / name).stat().st_size > 1000, name
+
+    # Metrics in training (one compiled sort) are those of the final state (scikit-learn).
+    last, final = record.history.groupby("method").last(), record.final.set_index("method")
+    shared = [name for name in final if name in last.columns and name not in ("seed", "status")]
+    assert len(shared) == 13
+    for name in shared:
+        np.testing.assert_allclose(last[name], final.loc[last.index, name], rtol=1e-6, err_msg=name)
+
+    # Each method's saved model, used on the table as a stranger would, gives the numbers of the report.
+    setup = dataclasses.replace(kind, recall=0.5).set_up(0)
+    data, frame = setup.data, pd.read_csv(path)
+    for method in record.methods:
+        scores = TabularModel.load(f"a/models/{method}-seed0.npz").probability(frame)
+        test = data.part == TEST
+        expected = final.loc[method]
+        assert expected.test_average_precision == pytest.approx(
+            average_precision_score(data.label[test], scores[test]), rel=1e-5
+        )
+        assert expected.test_auroc == pytest.approx(roc_auc_score(data.label[test], scores[test]), rel=1e-5)
+        own = [
+            average_precision_score(data.label[mine], scores[mine])
+            for k in range(3)
+            if data.label[mine := test & (data.client == k)].any()
+        ]
+        assert expected.test_client_average_precision == pytest.approx(np.mean(own), rel=1e-5)
+
+    # What is trained goes down.
+    trained = TabularModel.load("a/models/fcsg-m-seed0.npz").theta
+    assert surrogate(setup, trained) < surrogate(setup, setup.theta) - 0.05
+
+    # A client without positives keeps its line, with dashes, and the page names it.
+    table = Path("a/tables/slices-client.md").read_text()
+    assert "| average precision | harbour | test | – | – | – |" in table and "| AUROC | harbour | test | – |" in table
+    page = Path("a/report.html").read_text()
+    assert "harbour" in page and "Precision and recall, test rows" in page
+    assert page.count("<polyline") == 3 * 3 and "<figcaption>all clients</figcaption>" in page  # two banks and all
+
+    # The lines: never above what is possible, ending at the share that full recall costs, with the right area.
+    lines = record.lines
+    assert set(lines.slice) == {EVERYBODY, "north", "south"} and lines.y.between(0, 1).all()
+    for method, line in lines[lines.slice == EVERYBODY].groupby("method"):
+        assert line.y.mean() == pytest.approx(final.test_average_precision[method], abs=0.03)
+        full = precision_at(
+            data.label[test], TabularModel.load(f"a/models/{method}-seed0.npz").probability(frame)[test], 1
+        )
+        assert line.y.iloc[-1] == pytest.approx(full, rel=1e-5)
+
+    # All of this is in the folder; two runs can be compared, lines and all.
+    assert render(record) == page
+    shutil.copytree("a", "b")
+    monkeypatch.setattr(workbench, "write_report", lambda record, folder: None)  # figures take seconds
+    assert call("compare", "a", "b", "--out", "c")[0] == 0
+    titles = {f"{method} ({folder})" for method in record.methods for folder in "ab"}
+    assert set(Record.load(Path("c")).lines.method) == titles
+
+
+def test_records_without_lines_have_no_chart():
+    record = example()
+    assert record.chart is None
+    with pytest.raises(UserError, match="draws no lines"):
+        figures.chart(record)
+
+
+def test_cost_and_lists_know_the_task(call, path):
+    """Every method, traced: SOAP sends what FCSG sends, momentum twice that, CODA+ three numbers more than FedAvg."""
+    code, out, err = call(
+        "cost", "auprc", "--data", path, "--label", "fraud", "--positive", "yes", "--clients", "bank", "--json"
+    )
+    assert code == 0, err
+    sent = pd.DataFrame(json.loads(out)).set_index("method")["bytes up"]
+    assert len(sent) == len(Auprc.methods)
+    number = jnp.zeros(()).dtype.itemsize
+    assert sent["FCSG"] == sent["SOAP"] == sent["FedAvg"]
+    assert sent["FCSG-M"] == sent["Acc-FCSG-M"] == 2 * sent["FCSG"]
+    assert sent["CODA+"] == sent["FedAvg"] + 3 * number and sent["CODASCA"] == 2 * sent["CODA+"]
+    assert "auprc" in call("list", "tasks")[1]
+
+
+OWN = ["--data", "my.csv", "--label", "fraud", "--clients", "bank"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--data", "my.csv"], "without a label"),
+        ([*OWN, "--recall", "0"], "recall=0.0 was given"),
+        ([*OWN, "--recall", "1.5"], "recall=1.5 was given"),
+        ([*OWN, "--margin", "0"], "margin=0.0 was given"),
+        ([*OWN, "--batch-positives", "16", "--batch-size", "16"], "batch_positives=16 was given for batches of 16"),
+        ([*OWN, "--strength", "1"], "there is no setting 'strength' for the task auprc"),
+        ([*OWN, "-a", "feddro"], "'feddro' is no method for the task auprc"),
+        (["--data", "my.csv", "--label", "rare", "--clients", "bank"], "none of the 2 positive rows is among the"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(call, words, message):
+    frame = banks()
+    frame.assign(rare=(np.arange(600) < 2).astype(int), fraud=(frame.fraud == "yes").astype(int)).to_csv(
+        "my.csv", index=False
+    )
+    code, _, err = call("run", "auprc", *words)
+    assert code == 1 and message in err and err.startswith("nestfed: "), (code, err)
+    assert len(err.strip().splitlines()) == 1 and not Path("runs").exists()
+
+
+def test_the_usual_run_needs_no_option():
+    request = Request.of({"task": "auprc"})
+    assert request.methods == ["fedavg", "coda-plus", "fcsg-m"]
+    setup = request.kind.set_up(0)
+    rates = [setup.data.label[setup.data.client == k].mean() for k in range(3)]
+    assert max(rates) - min(rates) > 0.1 and (setup.positives > 0).all()
+    assert isinstance(average_precision(setup, None).problem, AveragePrecision)
+
+
+def test_the_page_names_the_settings_that_hold():
+    text = (ROOT / "docs" / "auprc.md").read_text(encoding="utf-8")
+    assert f"`--margin` ({MARGIN:g})" in text
+    named = set(re.findall(r"^\| `(.*?)` ", text, re.M)) | set(re.findall(r"`([a-z-]+)`(?=[,|( ])", text))
+    assert set(Auprc.methods) <= named
