@@ -5,6 +5,7 @@ pool and are normalised (and varied, in training) where a loss is computed.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ class ImageTask(Task):
         counts = lambda batch: self._counts(params, batch) / batch["label"].size
         recorded = self._rates("train", fed.mean(data.average(counts, rows_at_once=AT_ONCE)))
         for name, images in self.aside.items():
-            recorded |= self._rates(name, self._total(params, images))
+            recorded |= self._rates(name, in_blocks(lambda batch: self._counts(params, batch), images).sum(0))
         if isinstance(self.problem, Compositional):
             recorded |= self.problem.projections(server, client, fed)
         return recorded
@@ -89,12 +90,6 @@ class ImageTask(Task):
         values = jnp.stack([jnp.ones_like(loss), (logits.argmax(1) == label).astype(loss.dtype), loss])
         return values @ jax.nn.one_hot(label, logits.shape[1], dtype=loss.dtype)
 
-    def _total(self, params: PyTree, images: PyTree) -> Array:
-        number = images["label"].shape[0]
-        block = np.gcd(number, AT_ONCE)  # equal blocks: no image is left over
-        blocks = jax.tree.map(lambda a: a.reshape(number // block, block, *a.shape[1:]), images)
-        return lax.map(lambda batch: self._counts(params, batch), blocks).sum(0)
-
     def _rates(self, part: str, counts: Array) -> dict[str, Array]:
         images, correct, loss = counts
         by_class = jnp.where(images > 0, correct / jnp.where(images > 0, images, 1), 1.0)
@@ -105,6 +100,13 @@ class ImageTask(Task):
             f"{part}_balanced_accuracy": by_class.mean(),
             f"{part}_loss": loss.sum() / images.sum(),
         }
+
+
+def in_blocks(function: Callable[[PyTree], Array], images: PyTree) -> Array:
+    """function of one block of images after the other, which bounds the memory; its values side by side."""
+    number = images["label"].shape[0]
+    block = np.gcd(number, AT_ONCE)  # equal blocks: no image is left over
+    return lax.map(function, jax.tree.map(lambda a: a.reshape(number // block, block, *a.shape[1:]), images))
 
 
 def image_losses(images: FederatedImages, model: ImageModel, *, vary: bool = True) -> ImageLosses:
