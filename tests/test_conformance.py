@@ -74,7 +74,7 @@ class SpreadsAbsentValues(FedAvg):
         (ChangesType, "changes the State field x from float64.* to float32"),
         (ExchangesInsideLoop, "inside a loop .* entry in schedule"),
         (DependsOnClientOrder, "order of clients does not matter"),
-        (SpreadsAbsentValues, "message passing and simulation of a cohort"),
+        (SpreadsAbsentValues, "message passing and simulation"),
     ],
 )
 def test_broken_algorithm_fails_with_the_right_words(broken, words):
