@@ -1,10 +1,15 @@
 """Strictness for all tests: float64, no silent rank promotion, and a compilation cache shared by the workers."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
-# Compilation dominates these tests: half of it is optimisation that tiny shapes do not need.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Compilation dominates these tests: half of it is optimisation that tiny shapes do not need, and a third of the rest is
+# a way to fuse operations (measured). XLA stops at a flag that it does not know: the second one is of this version.
+flags = ["--xla_backend_optimization_level=0"]
+if version("jaxlib").startswith("0.10."):
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 # In the environment, so that the commands that tests start share the cache too.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
