@@ -14,6 +14,7 @@ import numpy as np
 
 from nestfed import Algorithm, Rows, Task, make, struct
 from nestfed.problems import Bilevel, Compositional, Conditional, Constrained, Minimax, SingleLevel
+from nestfed.ranking import AveragePrecision
 from nestfed.robust import KL, MeanLoss
 
 FEATURES, BATCH = 3, 4
@@ -153,6 +154,18 @@ def on_rows(problem: Any, sizes=(8, 8, 8), **options: Any) -> Task:
     return Task.create(problem, rows(sizes), jnp.zeros(FEATURES), **{"batch_size": BATCH} | options)
 
 
+def linear_scores(x, batch, key):
+    inputs, _ = batch
+    return inputs @ x
+
+
+def ranked(sizes=(8, 8, 8), **options: Any) -> Task:
+    """The last rows are called positive: another number of them at every client."""
+    data = rows(sizes, constants={"positives": np.arange(len(sizes)) + 2})
+    problem = AveragePrecision(scores=linear_scores, margin=0.5, positives=2, inner_samples=BATCH, weight_decay=0.1)
+    return Task.create(problem, data, jnp.zeros(FEATURES), **{"batch_size": BATCH} | options)
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     "single level": regression,
     "local bilevel": functools.partial(hyper, "local"),
@@ -164,6 +177,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "local composition": functools.partial(on_rows, Spread(scope="local")),
     "losses of rows": functools.partial(on_rows, MeanLoss(losses=squares, weight_decay=0.1)),
     "conditional": functools.partial(on_rows, Blurred(inner_samples=2)),
+    "average precision": ranked,
     "KL": functools.partial(on_rows, KL(losses=squares, price=2.0, weight_decay=0.1)),  # inner values are Scaled
 }
 
@@ -276,6 +290,8 @@ CASES: dict[str, Case] = {
     "local-scgdm": Case(
         SINGLE, "local composition", lambda d, _: 2 * d + INNER, 1, {"GRAD": STEPS, "VJP": STEPS}, 2 * STEPS
     ),
+    "local-scgd-conditional": Case(SINGLE, "conditional", lambda d, _: d + 1, 1, {"VJP": STEPS}, STEPS),
+    "local-scgdm-conditional": Case(SINGLE, "conditional", lambda d, _: 2 * d + 1, 1, {"VJP": STEPS}, STEPS),
     "fastdro": Case(
         {"lr": 0.05, "levels": 1}, "losses of rows", lambda d, _: d + BATCH, 2,
         {"GRAD": 1, "VAL": 1}, 1,
@@ -290,4 +306,8 @@ CASES: dict[str, Case] = {
     "bspiderboost": Case(
         {"lr": 0.05, "refresh_batches": 3, "local_steps": 2}, "conditional", lambda d, _: 2 * d, 2, {"GRAD": 5}, 4
     ),
+    # One stage ends within the first rounds: the message has the same size then.
+    "coda-plus": Case(SINGLE | {"stage_steps": 3}, "minimax", lambda d, dual: d + dual, 1, {"GRAD": STEPS}, STEPS),
+    "codasca": Case(SINGLE | {"stage_steps": 3}, "minimax", lambda d, dual: 2 * (d + dual), 1, {"GRAD": STEPS}, STEPS),
+    "soap": Case(SINGLE, "average precision", lambda d, _: d, 1, {"VJP": STEPS}, STEPS),
 }  # fmt: skip

@@ -485,6 +485,32 @@ class Conditional(Problem):
     def gradient(self, x, sample: Sample):
         return jax.grad(self.plug_in)(x, sample)
 
+    def inner_values(self, x, sample: Sample):
+        """[outer samples, entries]: the inner mean of every outer sample of the batch."""
+        x = self.tree(0, x)
+        pair = lambda xi, eta: self.inner(x, xi, eta, sample.key)
+        return jax.vmap(lambda xi, etas: jnp.mean(jax.vmap(lambda eta: pair(xi, eta))(etas), 0))(*sample.batch)
+
+    @oracle("VAL")
+    def inner_value(self, x, sample: Sample):
+        """The inner value averaged over outer samples as well: what methods for compositions keep an estimate of."""
+        return jnp.mean(self.inner_values(x, sample), 0)
+
+    @oracle("VJP")
+    def inner_vjp(self, x, sample: Sample):
+        """(the batch's inner values [outer samples, entries], pull-back of a derivative for each of them)."""
+        return jax.vjp(lambda x: self.inner_values(x, sample), x)
+
+    def composed_gradient(self, x, pull, ys, sample: Sample):
+        """The mean over outer samples of J inner_i^T grad outer_i(y_i), on the batch of `values, pull = inner_vjp(x,
+        sample)`, plus the regulariser's gradient: exactly `gradient` if ys are the values."""
+        xis, _ = sample.batch
+        slopes = jax.vmap(jax.grad(lambda y, xi: self.outer(y, xi, sample.key)))(ys, xis)
+        (gradient,) = pull(slopes / len(ys))
+        if not self.defines("regulariser"):
+            return gradient
+        return gradient + jax.grad(lambda x: self.regulariser(self.tree(0, x)))(x)
+
     def functions(self, params, key):
         x = self.tree(0, params[0])
         first = lambda batch: jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), batch)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from nestfed.algorithms.bsgd import BSGD, BSpiderBoost
+from nestfed.algorithms.coda import CODASCA, CODAPlus
 from nestfed.algorithms.comfedl import ComFedL
 from nestfed.algorithms.fastdro import FastDRO
 from nestfed.algorithms.fcfl import FCFL
@@ -17,12 +18,13 @@ from nestfed.algorithms.fedminmax import FedMinMax
 from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from nestfed.algorithms.fedopt import FedAdagrad, FedAdam, FedOpt, FedYogi
 from nestfed.algorithms.gcivr import GCIVR
-from nestfed.algorithms.local_scgd import LocalSCGD, LocalSCGDM
+from nestfed.algorithms.local_scgd import LocalSCGD, LocalSCGDConditional, LocalSCGDM, LocalSCGDMConditional
 from nestfed.algorithms.mbsgd import MBSGD, Unconstrained
 from nestfed.algorithms.pdsgd import PDSGD
 from nestfed.algorithms.scaffold import Scaffold
 from nestfed.algorithms.scgd import SCGD
 from nestfed.algorithms.simfbo import ShroFBO, SimFBO
+from nestfed.algorithms.soap import SOAP
 from nestfed.core import Algorithm, UserError, closest, validate
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -54,6 +56,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "comfedl": ComFedL,
     "local-scgd": LocalSCGD,
     "local-scgdm": LocalSCGDM,
+    "local-scgd-conditional": LocalSCGDConditional,
+    "local-scgdm-conditional": LocalSCGDMConditional,
     "fastdro": FastDRO,
     "pdsgd": PDSGD,
     "fcsg": FCSG,
@@ -61,6 +65,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "acc-fcsg-m": AccFCSGM,
     "bsgd": BSGD,
     "bspiderboost": BSpiderBoost,
+    "coda-plus": CODAPlus,
+    "codasca": CODASCA,
+    "soap": SOAP,
 }
 
 

@@ -9,8 +9,14 @@ Step at client k, a batch B and another one C:
     Local-SCGDM   m_k <- (1 - momentum_lr) m_k + momentum_lr z_k;   x_k <- x_k - lr m_k
     x_k, u_k (, m_k)  <- their means                                last step of the round: d + m numbers (2 d + m)
 
+On conditional problems (`local-scgd-conditional`, `local-scgdm-conditional`), where g depends on the outer sample, the
+estimate is carried for all of them together. Every outer sample i of the batch, such as a task of meta-learning, blends
+it with an inner value of its own:
+    u_i   = (1 - inner_lr) u_k + inner_lr g_i(x_k);   z_k = mean_i J g_i(x_k)^T grad f_i(u_i);   u_k <- mean_i u_i
+
 Why    u_k averages over batches, so small batches do; m_k smooths the gradient too. There is one estimate for all outer
-       samples: where g depends on the outer sample, it tracks the wrong mean.
+       samples: where g depends on the outer sample, it tracks the wrong mean, and the limit is another point for every
+       inner_lr below 1. The conditional forms are here to be compared with (`fcsg` solves these problems).
 Ref.   Gao, Li and Huang, "On the convergence of local stochastic compositional gradient descent with momentum", ICML
        2022. Its steps are alpha eta, beta eta and gamma eta with a common factor eta; here inner_lr = alpha eta,
        momentum_lr = beta eta, lr = gamma eta.
@@ -20,9 +26,14 @@ Departures
     inner_lr = 1, and for small inner_lr that of the other problem, with the mean g inside f. average_inner=False keeps
     u at its client, as the problem wants it, and saves m numbers.
   * h is allowed.
+  * The conditional forms are those of the program released with "Federated conditional stochastic optimization" (Wu et
+    al., NeurIPS 2023); the paper itself has no such problem. One batch serves both levels: f_i belongs to g_i.
 """
 
 from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from nestfed.core import Algorithm, Shared, at, setting, struct
 
@@ -59,10 +70,14 @@ class LocalSCGD(Algorithm):
 
     def track(self, problem, s, draw, fed):
         """(the new estimate of the inner value, the gradient with it)."""
-        value, pull = problem.inner_vjp(s.x, draw(0))
         rate = at(self.inner_lr, fed.t)
-        u = (1 - rate) * s.u + rate * value
-        return u, problem.composed_gradient(s.x, pull, u, draw(1))
+        return self.compose(problem, s.x, draw, lambda value: (1 - rate) * s.u + rate * value)
+
+    def compose(self, problem, x, draw, blend):
+        """(what `blend` makes of the batch's inner value, the gradient with it)."""
+        value, pull = problem.inner_vjp(x, draw(0))
+        u = blend(value)
+        return u, problem.composed_gradient(x, pull, u, draw(1))
 
     def synchronised(self, problem, s, fed):
         if not fed.sync:
@@ -86,8 +101,7 @@ class LocalSCGDM(LocalSCGD):
 
     def init(self, problem, params, draw, fed):
         (x,) = params
-        u, pull = problem.inner_vjp(x, draw(0))
-        m = problem.composed_gradient(x, pull, u, draw(1))
+        u, m = self.compose(problem, x, draw, lambda value: value)
         u, m = fed.mean((u, m)) if self.average_inner else (u, fed.mean(m))
         return self.State(x, u, m)
 
@@ -97,3 +111,21 @@ class LocalSCGDM(LocalSCGD):
         m = (1 - rate) * s.m + rate * gradient
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * m)
         return self.synchronised(problem, self.State(x, u, m), fed)
+
+
+@struct
+class LocalSCGDConditional(LocalSCGD):
+    """Conditional, with one estimate of the inner value for all outer samples: to be compared with, it is biased."""
+
+    family = "conditional"
+    scope = None
+
+    def compose(self, problem, x, draw, blend):
+        values, pull = problem.inner_vjp(x, draw(0))
+        u = jax.vmap(blend)(values)
+        return jnp.mean(u, 0), problem.composed_gradient(x, pull, u, draw(0))
+
+
+@struct
+class LocalSCGDMConditional(LocalSCGDConditional, LocalSCGDM):
+    """Local-SCGDM for conditional problems in the same way."""

@@ -6,13 +6,16 @@ from pathlib import Path
 
 from nestfed.core import UserError
 from nestfed.methods import nearest
-from nestfed.reproduce import counterexample, fairness, images, noisy_groups
+from nestfed.reproduce import auprc, counterexample, fairness, images, invariant, maml, noisy_groups
 
 EXPERIMENTS: dict[str, Callable[..., Path]] = {
     "fairness": fairness.run,
     "counterexample": counterexample.run,
     "dro-images": images.run,
     "dro-fairness": noisy_groups.run,
+    "invariant": invariant.run,
+    "maml": maml.run,
+    "auprc": auprc.run,
 }
 
 

@@ -215,7 +215,7 @@ def choice_table(experiment: Experiment) -> pd.DataFrame:
     for data, about in experiment.plan.data:
         for method in experiment.plan.methods:
             cell = experiment.cell(f"choose-{data}:{method}")
-            values, diverged = cell.metrics[CHOSEN_BY][:, :, -1], (cell.diverged >= 0).any(1)
+            values, diverged = cell.metrics[CHOSEN_BY][:, :, -1], (cell.diverged >= 0).sum(1)
             for words, value, lost in zip(cell.settings, values.mean(1), diverged, strict=True):
                 rows.append(
                     {"data": about.title, "method": TITLES[method], **words}
