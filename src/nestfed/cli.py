@@ -241,7 +241,9 @@ def cost(given: dict[str, Any], json_: Json = False) -> None:
 
 @app.command()
 def reproduce(
-    experiment: Annotated[str, typer.Argument(help="fairness, counterexample, dro-images or dro-fairness")],
+    experiment: Annotated[
+        str, typer.Argument(help="fairness, counterexample, dro-images, dro-fairness, invariant, maml or auprc")
+    ],
     out: Out = None,
     quick: Annotated[bool, _flag("A small version, to see that it works.", TRAINING)] = False,
     resume: Annotated[bool, _flag("Go on in a folder that is there.", OUTPUT)] = False,
