@@ -106,7 +106,7 @@ def test_a_cell_is_computed_once(tmp_path):
 def test_settings_are_chosen_on_validation_images_and_used(made, tmp_path):
     experiment = images.Experiment(tmp_path, PLAN, made, progress=False)
     cell = experiment.cell("feddro-1-iid")
-    choice = cells.load(tmp_path / "cells" / "choose-feddro.json")
+    choice = cells.load(tmp_path / "cells" / "choose-feddro-1.json")
     assert choice.settings == [{"lr": 0.05, "price": 5.0}, {"lr": 0.01, "price": 5.0}] and choice.seeds == [0]
     best = int(choice.metrics["validation_balanced_accuracy"][:, 0, -1].argmax())
     assert cell.settings == [choice.settings[best]] and cell.seeds == [0, 1]

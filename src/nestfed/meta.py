@@ -105,7 +105,7 @@ class MetaTask(Task):
     task_seed: Array  # of these tasks; a whole number
     parts: tuple[str, ...] = static(default=("validation", "test"))
     tasks: int = static(default=600)  # of each part
-    at_once: int = static(default=20)  # side by side; bounds the memory
+    at_once: int = static(default=100)  # side by side; bounds the memory
     steps: int = static(default=3)  # of adaptation
 
     def metrics(self, server, client, data, fed):

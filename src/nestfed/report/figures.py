@@ -276,6 +276,7 @@ def write(figure: Figure, folder: Path, stem: str) -> list[Path]:
     paths = [folder / f"{stem}.png", folder / f"{stem}.svg"]
     with _style():
         figure.savefig(paths[0], dpi=160)
+        figure.set_layout_engine("none")  # it is laid out now, which takes as long as drawing
         figure.savefig(paths[1], metadata={"Date": None})  # the same record gives the same file
     return paths
 

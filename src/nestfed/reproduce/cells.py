@@ -60,14 +60,35 @@ def train(settings: Sequence[tuple[Mapping[str, Any], Any]], tasks: Any, seeds: 
     """Sweep over (description, algorithm or (algorithm, problem)) and all seeds; options are those of `sweep`."""
     began = time.monotonic()
     found = sweep([setting for _, setting in settings], tasks, list(seeds), **options)
+    return _cell(settings, tasks, seeds, found.history, found.diverged, began)
+
+
+def train_in_turn(
+    settings: Sequence[tuple[Mapping[str, Any], Any]], tasks: Any, seeds: Sequence[int], **options: Any
+) -> Cell:
+    """The same, one run after the other in one program: for work that fills the machine, and where compiling another
+    program for every number of runs would take longer than they do."""
+    began = time.monotonic()
+    found = [
+        [sweep([setting], [task], [seed], **options) for seed, task in zip(seeds, tasks, strict=True)]
+        for _, setting in settings
+    ]
+    joined = lambda value: np.stack([np.stack([value(run) for run in row]) for row in found])
+    first = found[0][0].history
+    history = {name: joined(lambda run: run.history[name][0, 0]) for name in first if name != "round"}
+    diverged = joined(lambda run: run.diverged[0, 0])
+    return _cell(settings, tasks, seeds, history | {"round": first["round"]}, diverged, began)
+
+
+def _cell(settings: Any, tasks: Any, seeds: Sequence[int], history: Any, diverged: np.ndarray, began: float) -> Cell:
     first = settings[0][1][0] if isinstance(settings[0][1], tuple) else settings[0][1]
     ledger = measure(first, tasks if not isinstance(tasks, Sequence) else tasks[0]).round
     return Cell(
         settings=[dict(words) for words, _ in settings],
         seeds=list(seeds),
-        round=found.history["round"],
-        metrics={name: values for name, values in found.history.items() if name != "round"},
-        diverged=found.diverged,
+        round=history["round"],
+        metrics={name: values for name, values in history.items() if name != "round"},
+        diverged=diverged,
         cost={
             "exchanges": ledger.exchanges, "bytes_up": ledger.bytes_up, "bytes_down": ledger.bytes_down,
             "oracles": ledger.oracles,

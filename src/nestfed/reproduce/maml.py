@@ -11,27 +11,22 @@ and choosing and training share it.
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jinja2
-import numpy as np
 import pandas as pd
 import tomli_w
 
 from nestfed.algorithms import make
 from nestfed.core import Task
-from nestfed.cost import measure
 from nestfed.data.omniglot import Omniglot, deal_characters, load_omniglot
 from nestfed.models import ImageModel
 from nestfed.report import figures, studies, tables
 from nestfed.report.statistics import Paired, paired
-from nestfed.reproduce.cells import Cell, kept, load
+from nestfed.reproduce.cells import Cell, kept, load, train_in_turn
 from nestfed.reproduce.verdicts import Claim, all_above, all_below, claims_table, markdown_claims
-from nestfed.sweep import sweep
 from nestfed.tasks.maml import CONV4, character_task, sine_task
 
 TITLES = {
@@ -146,29 +141,16 @@ class Experiment:
         }[study, choosing]  # fmt: skip
         part = self.parts(study)[0] if choosing else part
         tasks = [self._task(study, part, seed) for seed in seeds]
-        began = time.monotonic()
-        one = lambda words, seed: sweep(
-            [make(method, local_steps=plan.local_steps, **words)], [tasks[seed]], [seed],
+        cell = train_in_turn(
+            [(words, make(method, local_steps=plan.local_steps, **words)) for words in grid], tasks, seeds,
             rounds=steps // plan.local_steps,
             evaluate_every=plan.sine_evaluate_every if study == "sine" else plan.evaluate_every,
             progress=self.progress, title=f"{TITLES[method]}, {study}",
         )  # fmt: skip
-        found = [[one(words, seed) for seed in seeds] for words in grid]
-        ledger = measure(make(method, local_steps=plan.local_steps, **grid[0]), tasks[0]).round
-        joined = lambda value: np.stack([np.stack([value(run) for run in row]) for row in found])
         # Test tasks are evaluated all the time, so that choosing and training are one program; they choose nothing.
         hidden = "test_" if choosing else "validation_"
-        names = [name for name in found[0][0].history if name != "round" and not name.startswith(hidden)]
-        return Cell(
-            settings=grid, seeds=list(seeds), round=found[0][0].history["round"],
-            metrics={name: joined(lambda run: run.history[name][0, 0]) for name in names},
-            diverged=joined(lambda run: run.diverged[0, 0]),
-            cost={
-                "exchanges": ledger.exchanges, "bytes_up": ledger.bytes_up, "bytes_down": ledger.bytes_down,
-                "oracles": ledger.oracles,
-            },
-            seconds=time.monotonic() - began, machine=jax.devices()[0].device_kind,
-        )  # fmt: skip
+        shown = {name: values for name, values in cell.metrics.items() if not name.startswith(hidden)}
+        return cell._replace(metrics=shown)
 
     def grid(self, study: str, method: str) -> list[dict[str, float]]:
         plan, weights = self.plan, WEIGHTS[method]

@@ -172,7 +172,7 @@ def character_task(
     batch_size: int = 5,
     seed: int = 0,
     tasks: int = 600,
-    at_once: int = 20,
+    at_once: int = 100,
     steps: int = 3,
 ) -> MetaTask:
     """Tasks of as many characters as the model has outputs.
