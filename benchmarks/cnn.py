@@ -2,9 +2,9 @@
 
     python benchmarks/cnn.py [--rounds 2] [--repeats 3] [--client-axis auto] [--client-chunk N] [--json FILE]
 
-FedAvg on made images of 32 x 32 x 3 in 10 classes: 50 clients of 200 images, 10 local steps of batch 48, a network of
-97,290 parameters (`nestfed.models.CNN`: three 3 x 3 convolutions of 32, 64 and 64 channels, each with a ReLU, the first
-two with 2 x 2 pooling, and a linear layer).
+FedAvg on made images of 28 x 28 in 10 classes: 50 clients of 200 images, 10 local steps of batch 48, a network of
+96,938 parameters (`nestfed.models.CNN`: two 5 x 5 convolutions of 16 and 32 channels, each with a ReLU and 2 x 2
+pooling, a layer of 160 and a linear one).
 
 nestfed         `nestfed.advance`, without evaluations, compiled before; `--client-axis` and `--client-chunk` are those
                 of `nestfed.simulate`
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 CLIENTS, ROWS, CLASSES = 50, 200, 10  # rows: per client
-SHAPE = (32, 32, 3)
+SHAPE = (28, 28, 1)
 BATCH, STEPS, LR = 48, 10, 0.02
 
 
@@ -61,9 +61,10 @@ def make_network():
     import jax
     import numpy as np
 
-    from nestfed.models import CNN
+    from nestfed.models import CNN, Convolution
 
-    network, (images, labels) = CNN(outputs=CLASSES), make_data()
+    layer = lambda channels: Convolution(channels, 5, padding="VALID", pool=2)
+    network, (images, labels) = CNN(layers=(layer(16), layer(32)), hidden=(160,), outputs=CLASSES), make_data()
     logits = jax.jit(network)
 
     def full_loss(params) -> float:
@@ -118,20 +119,20 @@ def torch_cnn() -> Bench:
     images, labels = make_data()
     images, labels = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), torch.from_numpy(labels).long()
     network = lambda: nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 8 * 8, CLASSES),
+        nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 4 * 4, 160), nn.ReLU(), nn.Linear(160, CLASSES),
     )  # fmt: skip
     server, model = network(), network()
     layers: list[Any] = [layer for layer in server if hasattr(layer, "weight")]
     to_torch = lambda array, axes: torch.from_numpy(np.asarray(array).transpose(axes).copy())
     with torch.no_grad():
-        for layer, theirs in zip(layers, start["extractor"]["convolutions"], strict=False):
+        for layer, theirs in zip(layers[:2], start["extractor"]["convolutions"], strict=True):
             layer.weight.copy_(to_torch(theirs["kernel"], (3, 2, 0, 1)))
+        (hidden,) = start["extractor"]["hidden"]
+        layers[2].weight.copy_(to_torch(np.asarray(hidden["weight"]).reshape(4, 4, 32, 160), (3, 2, 0, 1)).flatten(1))
+        layers[3].weight.copy_(to_torch(start["head"]["weight"], (1, 0)))
+        for layer in layers:
             layer.bias.zero_()
-        head = np.asarray(start["head"]["weight"]).reshape(8, 8, 64, CLASSES)
-        layers[-1].weight.copy_(to_torch(head, (3, 2, 0, 1)).flatten(1))
-        layers[-1].bias.zero_()
     random = torch.Generator().manual_seed(0)
 
     def run(rounds: int) -> None:
@@ -151,8 +152,8 @@ def torch_cnn() -> Bench:
 
     def loss() -> float:
         from_torch = lambda tensor, axes: tensor.detach().numpy().transpose(axes)
-        *convolutions, head = layers
-        weight = from_torch(head.weight.reshape(CLASSES, 64, 8, 8), (2, 3, 1, 0)).reshape(-1, CLASSES)
+        *convolutions, hidden, head = layers
+        weight = from_torch(hidden.weight.reshape(160, 32, 4, 4), (2, 3, 1, 0)).reshape(-1, 160)
         return full_loss(
             {
                 "extractor": {
@@ -160,9 +161,9 @@ def torch_cnn() -> Bench:
                         {"kernel": from_torch(layer.weight, (2, 3, 1, 0)), "bias": from_torch(layer.bias, (0,))}
                         for layer in convolutions
                     ],
-                    "hidden": [],
+                    "hidden": [{"weight": weight, "bias": from_torch(hidden.bias, (0,))}],
                 },
-                "head": {"weight": weight, "bias": from_torch(head.bias, (0,))},
+                "head": {"weight": from_torch(head.weight, (1, 0)), "bias": from_torch(head.bias, (0,))},
             }
         )
 

@@ -286,10 +286,12 @@ class CNN(ImageModel):
         values = self._planes(images, convolutions[0]["kernel"])
         for layer, params in zip(self.layers, convolutions, strict=True):
             values = convolve(values, params["kernel"], layer.stride, layer.padding)
-            values = jax.nn.relu(_add(values, _per_channel(params["bias"])))
-            if self.norm is not None:
-                values = NORMS[self.norm](params["norm"], values)
-            values = max_pool(values, layer.pool)
+            active = lambda values: jax.nn.relu(_add(values, _per_channel(params["bias"])))  # noqa: B023
+            if self.norm is None:
+                # A ReLU and a bias keep the order of numbers: after pooling they are the same, on fewer numbers.
+                values = active(max_pool(values, layer.pool))
+            else:
+                values = max_pool(NORMS[self.norm](params["norm"], active(values)), layer.pool)
         return values.transpose(3, 1, 2, 0).reshape(values.shape[3], -1)
 
 
