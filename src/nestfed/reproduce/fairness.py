@@ -126,7 +126,7 @@ class Plan:
 FULL = Plan()
 QUICK = Plan(
     data=("german",), past=("german", "ratios:2:2:6", {"weigh": "group+label", "gap": 1.0}), seeds=2, past_seeds=2,
-    past_methods=("fedavg", "fedbio"), steps=60, evaluations=6, reading_seeds=1, readings=2, grid=(0.1, 1.0),
+    past_methods=("fedavg", "fedbio"), steps=60, evaluations=6, reading_seeds=1, readings=1, grid=(0.1, 1.0),
 )  # fmt: skip
 
 
