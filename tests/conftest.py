@@ -1,6 +1,7 @@
 """Strictness for all tests: float64, no silent rank promotion, and a compilation cache shared by the workers."""
 
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,6 +29,27 @@ def bounded_memory():
     pages = Path("/proc/self/statm")  # Linux only
     if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2e9:
         jax.clear_caches()
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """The command line in this process: (exit code, standard output, standard error)."""
+    from nestfed import cli  # heavy, and few tests want it
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["nestfed", *map(str, words)])
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        else:
+            code = 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
 
 
 def pytest_make_parametrize_id(config, val, argname):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from records import example
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
 
-from nestfed import cli, workbench
+from nestfed import workbench
 from nestfed.core import UserError
 from nestfed.data import TEST, TRAIN
 from nestfed.ranking import AveragePrecision, ranked
@@ -56,25 +55,6 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def kind(path):
     return Auprc(data=str(path), label="fraud", positive="yes", clients="bank", batch_size=16, steps=100)
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """The command line in this process: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["nestfed", *map(str, words)])
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        else:
-            code = 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 # ------------------------------------------------------------------------------------------------- metrics

@@ -1,21 +1,15 @@
 """The report's page in a real Chromium: it fetches nothing, its switches work, and it fits a phone."""
 
 import json
-import os
 import shutil
 
 import pytest
 from records import METHODS, example
+from shared import missing
 
 from nestfed.report import page
 
 GROUPS = ("White", "Black", "Asian-Pac-Islander", "<b>Other</b> & more", "Müller")
-
-
-def missing(message):
-    if os.environ.get("CI"):
-        pytest.fail(message)
-    pytest.skip(message)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 
 import nestfed as nestfed_package
-from nestfed import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -41,23 +40,18 @@ def test_the_commands_that_run_elsewhere_are_these():
     assert '-e ".[dev]"' in ci and "grep -m 1 '^python -m pytest' README.md" in ci
 
 
-def test_all_other_commands_run_in_their_order(tmp_path, monkeypatch, capsys):
+def test_all_other_commands_run_in_their_order(tmp_path, call):
     random = np.random.default_rng(0)
     sex, region = random.choice(["f", "m"], 300), random.choice(["north", "south", "east"], 300)
     age = random.integers(18, 80, 300)
     income = np.where(age + 10 * (sex == "m") + 20 * random.normal(size=300) > 55, "high", "low")
     pd.DataFrame({"age": age, "sex": sex, "region": region, "income": income}).to_csv(tmp_path / "my.csv", index=False)
-    monkeypatch.chdir(tmp_path)
     commands = [command for command in COMMANDS if command not in SEPARATE]
     # The first one as a process; the others here, where what one has imported and compiled serves the next.
     printed = {commands[0]: run(commands[0], tmp_path)}
     for command in commands[1:]:
-        monkeypatch.setattr(sys, "argv", shlex.split(command))
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-            raise SystemExit(0)
-        printed[command], problem = capsys.readouterr()
-        assert not end.value.code, f"{command}\n{problem}"
+        code, printed[command], problem = call(*shlex.split(command)[1:])
+        assert code == 0, f"{command}\n{problem}"
     assert len(printed) >= 12
     pages = [line for text in printed.values() for line in text.splitlines() if line.endswith("report.html")]
     assert len(pages) == 8 and all((tmp_path / page).exists() for page in pages)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from scipy.special import logsumexp
 from sklearn.metrics import roc_auc_score
 
 import nestfed
-from nestfed import cli
 from nestfed.core import UserError
 from nestfed.data import TEST, TRAIN, VALIDATION, federate, read_table
 from nestfed.record import Record
@@ -63,25 +61,6 @@ def study(path, tmp_path_factory):
         algorithm=["fedavg", "feddro", "fedavg-co-1", "fedavg-co-2"], evaluations=2, progress=False,
         out=tmp_path_factory.mktemp("runs") / "four",
     )  # fmt: skip
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """The command line in this process: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["nestfed", *map(str, words)])
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        else:
-            code = 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 # ------------------------------------------------------------------------------------------------- metrics

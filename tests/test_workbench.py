@@ -37,25 +37,6 @@ def study(tmp_path_factory):
     )
 
 
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """The command line in this process: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["nestfed", *map(str, words)])
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        else:
-            code = 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
 # ------------------------------------------------------------------------------------------------- run
 
 

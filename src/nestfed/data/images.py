@@ -348,6 +348,15 @@ class FederatedImages:
     class_names: tuple[str, ...]
     client_names: tuple[str, ...]
 
+    @property
+    def aside(self) -> dict[str, dict[str, np.ndarray]]:
+        """Images that nobody trains on, "validation" and "test", as far as there are any; columns as in the rows."""
+        parts = {
+            "validation": {"image": self.validation_images, "label": self.validation_labels},
+            "test": {"image": self.test_images, "label": self.test_labels},
+        }
+        return {name: part for name, part in parts.items() if len(part["label"])}
+
     def holdings(self) -> pd.DataFrame:
         """Training images per client and class, as tables of people have them: classes are groups, labels are none."""
         label = self.rows.columns["label"]

@@ -116,9 +116,4 @@ def image_losses(images: FederatedImages, model: ImageModel, *, vary: bool = Tru
 
 def image_task(problem: Any, images: FederatedImages, params: PyTree, *, losses: ImageLosses, batch_size: int) -> Task:
     """The task of a problem on these images; validation and test images are evaluated as far as there are any."""
-    aside = {
-        "validation": {"image": images.validation_images, "label": images.validation_labels},
-        "test": {"image": images.test_images, "label": images.test_labels},
-    }
-    aside = {name: part for name, part in aside.items() if len(part["label"])}
-    return ImageTask.create(problem, images.rows, params, batch_size=batch_size, losses=losses, aside=aside)
+    return ImageTask.create(problem, images.rows, params, batch_size=batch_size, losses=losses, aside=images.aside)

@@ -93,9 +93,4 @@ class RankedImages(Task):
 
 
 def ranked_task(problem: Any, images: FederatedImages, params: PyTree, *, scores: ImageScores, batch_size: int) -> Task:
-    aside = {
-        "validation": {"image": images.validation_images, "label": images.validation_labels},
-        "test": {"image": images.test_images, "label": images.test_labels},
-    }
-    aside = {name: part for name, part in aside.items() if len(part["label"])}
-    return RankedImages.create(problem, images.rows, params, batch_size=batch_size, scores=scores, aside=aside)
+    return RankedImages.create(problem, images.rows, params, batch_size=batch_size, scores=scores, aside=images.aside)
