@@ -109,6 +109,22 @@ def test_gradient_of_max_pool_goes_to_the_largest():
     close(gradient[0, :, :, 0], expected)
 
 
+def test_among_equals_the_first_gets_the_gradient():
+    gradient = jax.grad(lambda planes: max_pool(planes).sum())(jnp.ones((1, 2, 2, 1)))
+    close(gradient[0, :, :, 0], [[1, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("stride, padding, pool", [(1, "VALID", 2), (2, "SAME", 2), (1, 1, 3)])
+def test_pooling_within_a_convolution_is_pooling_after_it(stride, padding, pool):
+    planes, kernel = normal(0, 2, 11, 9, 3), normal(1, 3, 2, 2, 4)
+    after = lambda planes, kernel: max_pool(convolve(planes, kernel, stride, padding), pool)
+    within = lambda planes, kernel: convolve(planes, kernel, stride, padding, pool)
+    close(within(planes, kernel), after(planes, kernel))
+    gradients = lambda function: jax.grad(lambda *inputs: (function(*inputs) ** 2).sum(), (0, 1))(planes, kernel)
+    for ours, expected in zip(gradients(within), gradients(after), strict=True):
+        close(ours, expected)
+
+
 def test_norms_standardise_groups_of_an_image_or_channels_of_a_batch():
     planes = np.asarray(5 + 3 * normal(0, 6, 3, 5, 4))
     layer = {"scale": normal(1, 6), "shift": normal(2, 6)}

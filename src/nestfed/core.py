@@ -212,9 +212,9 @@ class Layout(NamedTuple):
         return jnp.concatenate([jnp.ravel(jnp.asarray(leaf, self.dtype)) for leaf in jax.tree.leaves(tree)])
 
     def unflatten(self, vector: Array) -> PyTree:
-        sizes = [math.prod(shape) for shape in self.shapes]
-        ends = np.cumsum(sizes)
-        leaves = [vector[e - n : e].reshape(shape) for e, n, shape in zip(ends, sizes, self.shapes, strict=True)]
+        # Not slices: their gradient is a sum of padded vectors, that of a split is one concatenation.
+        parts = lax.split(vector, [math.prod(shape) for shape in self.shapes])
+        leaves = [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
 
 

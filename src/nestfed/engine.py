@@ -84,31 +84,40 @@ def collective(seat: Seat) -> Exchange:
     return Exchange(mean, gather)
 
 
-def _in_chunks(function: Callable, arguments: PyTree, chunk: int | None, order: Array | None = None) -> PyTree:
-    """function over the leading axis of its arguments: side by side, or `chunk` at a time to bound memory.
+def _in_chunks(program: Callable, arguments: PyTree, chunk: int | None, order: Array | None = None) -> PyTree:
+    """A program of several clients for all along the leading axis of the arguments: side by side, or `chunk` at a time
+    to bound memory. It is called as program(each, block): each(function, block) is function for every client there.
 
     `order` says who shares a chunk (neighbours in it); results come back in the order of the arguments.
     """
     number = jax.tree.leaves(arguments)[0].shape[0]
+    side_by_side = lambda block: program(lambda function, *blocks: jax.vmap(function)(*blocks), block)
     if chunk is None or chunk >= number:
-        return jax.vmap(function)(arguments)
+        return side_by_side(arguments)
     if chunk == 1:  # not a vmap over one: products with a batch axis are slower on a CPU, even of length one
-        return _one_after_another(function, arguments)
+        return _one_after_another(program, arguments)
     order = jnp.arange(number) if order is None else jnp.asarray(order)
     blocks = -(-number // chunk)
     index = order[jnp.minimum(jnp.arange(blocks * chunk), number - 1)].reshape(blocks, chunk)
-    results = lax.map(lambda i: jax.vmap(function)(jax.tree.map(lambda a: a[i], arguments)), index)
+    results = lax.map(lambda i: side_by_side(jax.tree.map(lambda a: a[i], arguments)), index)
     back = jnp.argsort(order)
     return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number][back], results)
 
 
-def _one_after_another(function: Callable, arguments: PyTree) -> PyTree:
-    """lax.map, with the next client's arguments fetched a turn ahead: as the loop's carry they are whole arrays. Slices
+def _one_after_another(program: Callable, arguments: PyTree) -> PyTree:
+    """lax.map, with the next clients' arguments fetched a turn ahead: as the loop's carry they are whole arrays. Slices
     of all clients' would be read element by element wherever they are used, which doubled the time of a step."""
     number = jax.tree.leaves(arguments)[0].shape[0]
-    fetch = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), arguments)
-    turn = lambda mine, i: (fetch(jnp.minimum(i + 1, number - 1)), function(mine))
-    return lax.scan(turn, fetch(0), jnp.arange(number))[1]
+    # Two clients' operations in one loop: on a CPU one's fill the pauses between the other's. Not for a few clients, who
+    # are done before the longer program is compiled.
+    abreast = 2 if number >= 8 else 1
+    each = lambda function, *blocks: tuple(function(*one) for one in zip(*blocks, strict=True))
+    one = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), arguments)
+    fetch = lambda turn: tuple(one(jnp.minimum(turn * abreast + i, number - 1)) for i in range(abreast))
+    stacked = lambda block: jax.tree.map(lambda *a: jnp.stack(a), *block)
+    take_turn = lambda mine, turn: (fetch(turn + 1), stacked(program(each, mine)))
+    _, results = lax.scan(take_turn, fetch(0), jnp.arange(-(-number // abreast)))
+    return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number], results)
 
 
 def _with_replays(
@@ -144,7 +153,7 @@ def _with_replays(
             jax.eval_shape(one_client, jax.tree.map(lambda a: a[0], inputs))
             if not asked:
                 return jax.vmap(one_client, out_axes=None)(inputs)
-        result = _in_chunks(one_client, inputs, chunk, order)
+        result = _in_chunks(lambda each, block: each(one_client, block), inputs, chunk, order)
         if not asked:
             return result
         reply = asked[0].reply
@@ -205,8 +214,11 @@ def _round_in_chunks(algorithm: Algorithm, task: Task, clients: Any, seats: Seat
             )
             states = step(index, states) if repeats == 1 else lax.fori_loop(index, index + repeats, step, states)
         else:
-            whole_phase = lambda mine: lax.fori_loop(
-                index, index + repeats, lambda j, s: take(j, (s, *mine[1:]), replay([])), mine[0]
+            whole_phase = lambda each, block: lax.fori_loop(
+                index,
+                index + repeats,
+                lambda j, s: each(lambda state, mine: take(j, (state, *mine[1:]), replay([])), s, block),
+                each(lambda mine: mine[0], block),
             )
             states = _in_chunks(whole_phase, everyone(states), chunk)
         index += repeats

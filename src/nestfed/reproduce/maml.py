@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import pandas as pd
 import tomli_w
 
@@ -242,6 +243,21 @@ def choice_table(experiment: Experiment, parts: dict[str, list[str]]) -> pd.Data
     return pd.DataFrame(rows)
 
 
+def weight_table(experiment: Experiment, parts: dict[str, list[str]]) -> pd.DataFrame:
+    """What the search says of the baselines' estimate: the best validation loss with every weight of its new value."""
+    rows = []
+    for study, method in itertools.product(parts, [name for name in BASELINES if name in experiment.plan.methods]):
+        cell = load(experiment.path(name_of(study, "choose", method)))
+        losses = cell.metrics["validation_loss"][:, 0, -1]
+        best = lambda weight: min(
+            (loss for words, loss in zip(cell.settings, losses, strict=True) if words["inner_lr"] == weight),
+            key=lambda loss: (np.isnan(loss), loss),
+        )
+        row = {"data": study, "method": TITLES[method]}
+        rows.append(row | {f"inner_lr = {weight:g}": best(weight) for weight in experiment.plan.weights})
+    return pd.DataFrame(rows)
+
+
 def check_claims(experiment: Experiment, parts: dict[str, list[str]]) -> list[Claim]:
     methods = experiment.plan.methods
     final = lambda study, part, method, score: load(experiment.path(name_of(study, part, method))).final(score)
@@ -301,6 +317,7 @@ def write_page(experiment: Experiment, command: str) -> Path:
     finals = {study: final_table(experiment, study, done) for study, done in parts.items()}
     written = {f"final-{study}": table for study, table in finals.items()}
     written |= {"chosen": choice_table(experiment, parts), "claims": claims_table(claims)}
+    written |= {"weights": weight_table(experiment, parts)}
     (folder / "tables").mkdir(parents=True, exist_ok=True)
     for name, frame in written.items():
         frame.to_csv(folder / "tables" / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n")
@@ -326,7 +343,8 @@ def write_page(experiment: Experiment, command: str) -> Path:
     text = template.render(
         plan=plan, command=command, missing=missing, parts=parts, claims=markdown_claims(claims),
         finals={study: tables.markdown(table) for study, table in finals.items()},
-        chosen=tables.markdown(written["chosen"]), machines=sorted({cell.machine for cell in cells}),
+        chosen=tables.markdown(written["chosen"]), weights=tables.markdown(written["weights"]),
+        machines=sorted({cell.machine for cell in cells}),
         minutes=f"{sum(cell.seconds for cell in cells) / 60:.0f}",
     )  # fmt: skip
     page = folder / "README.md"
