@@ -19,18 +19,14 @@ same work. "compile" is the first measurement less its rounds at the steady spee
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
-import resource
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from processes import Process, header, print_table, timed
 
 CLIENTS, ROWS, CLASSES = 50, 200, 10  # rows: per client
 SHAPE = (28, 28, 1)
@@ -173,11 +169,6 @@ def torch_cnn() -> Bench:
 # ------------------------------------------------------------------------------------------------- a system's process
 
 
-def peak_mb() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
-
-
 def serve(system: str, options: argparse.Namespace) -> None:
     """Answer every number of rounds on standard input by a measurement of that many rounds, as a line of JSON; 0 asks
     for the loss."""
@@ -188,39 +179,8 @@ def serve(system: str, options: argparse.Namespace) -> None:
         if rounds == 0:
             answer = {"loss": bench.loss()}
         else:
-            wall, cpu = time.perf_counter(), time.process_time()
-            bench.run(rounds)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            answer = {"wall": wall, "cpu": cpu, "peak_mb": peak_mb()}
+            _, answer = timed(lambda: bench.run(rounds))
         print(json.dumps(answer), file=answers, flush=True)
-
-
-class Process:
-    """A system in its own process, started once and asked many times."""
-
-    def __init__(self, system: str):
-        environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-        self.child = subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--serve", system],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def ask(self, rounds: int) -> dict[str, float]:
-        assert self.child.stdin and self.child.stdout
-        self.child.stdin.write(f"{rounds}\n")
-        self.child.stdin.flush()
-        line = self.child.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.child.args} ended with status {self.child.wait()}; its message is above.")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self.child.stdin
-        self.child.stdin.close()
-        self.child.wait()
 
 
 # ------------------------------------------------------------------------------------------------- measuring, printing
@@ -228,7 +188,7 @@ class Process:
 
 def measure(systems: list[str], rounds: int, repeats: int) -> list[dict[str, Any]]:
     """One row per system: all are started and compiled, then asked in turn, `repeats` times."""
-    processes = {name: Process(name) for name in systems}
+    processes = {name: Process(*sys.argv[1:], "--serve", name) for name in systems}
     before = {name: process.ask(0)["loss"] for name, process in processes.items()}
     first = {name: process.ask(rounds) for name, process in processes.items()}
     answers = {name: [] for name in systems}
@@ -266,35 +226,12 @@ COLUMNS = {  # heading: (field, decimals)
 }
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    print("system".ljust(14), *(heading.rjust(11) for heading in COLUMNS), "  every repeat, s/round")
-    for row in rows:
-        cells = ("-" if row[field] is None else f"{row[field]:.{digits}f}" for field, digits in COLUMNS.values())
-        every = ", ".join(f"{s:.2f}" for s in row["s_all"])
-        print(row["system"].ljust(14), *(cell.rjust(11) for cell in cells), f"  {every}")
-
-
 def check(rows: list[dict[str, Any]]) -> str:
     """Did the systems start alike and do the same work?"""
     spread = lambda field: max(row[field] for row in rows) / min(row[field] for row in rows) - 1
     before, after = spread("loss_before"), spread("loss_after")
     verdict = "the same work" if before < 1e-5 and after < 0.05 else "NOT the same work"
     return f"losses agree within {100 * before:.4f} % before and {100 * after:.1f} % after: {verdict}"
-
-
-def header() -> dict[str, Any]:
-    versions = {}
-    for package in ("nestfed", "jax", "jaxlib", "numpy", "torch"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions | {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-    }
 
 
 def main() -> None:
@@ -315,7 +252,9 @@ def main() -> None:
         print("torch is not installed, so there is nothing to compare with: pip install torch (the CPU build will do).")
         systems = systems[:1]
     rows = measure(systems, options.rounds, options.repeats)
-    print_rows(rows)
+    print_table(rows, COLUMNS, (14, 11))
+    for row in rows:
+        print(f"{row['system']}, every repeat: {', '.join(f'{seconds:.2f}' for seconds in row['s_all'])} s/round")
     if len(rows) > 1:
         print(check(rows))
     if options.json:

@@ -26,18 +26,14 @@ is used. "cpu" is processor time, all threads together.
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
-import resource
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from processes import Process, header, peak_mb, print_table, timed
 
 CLIENTS, ROWS, FEATURES = 50, 600, 100  # rows: per client
 GROUPS, RIDGE = 5, 0.1
@@ -374,53 +370,14 @@ PARTS: dict[str, dict[str, System]] = {
 # ------------------------------------------------------------------------------------------------- a system's process
 
 
-def peak_mb() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
-
-
 def serve(part: str, name: str) -> None:
     """Answer every number of rounds on standard input by a measurement of that many rounds, as a line of JSON."""
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may print between the answers
     bench = PARTS[part][name].build()
     print(json.dumps({"before_mb": peak_mb()}), file=answers, flush=True)
     for line in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
-        result = bench.run(int(line))
-        answer = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "peak_mb": peak_mb()}
+        result, answer = timed(lambda: bench.run(int(line)))
         print(json.dumps(answer | {"loss": bench.score(result)}), file=answers, flush=True)
-
-
-class Process:
-    """A system in its own process, started once and asked many times."""
-
-    def __init__(self, part: str, name: str):
-        # The loops' products are tiny: threads of a BLAS would only spin. XLA has its own threads.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-        self.child = subprocess.Popen(
-            [sys.executable, __file__, "--serve", part, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self.before_mb = self.answer()["before_mb"]
-
-    def answer(self) -> dict[str, float]:
-        line = self.child.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.child.args[-2:]} ended with status {self.child.wait()}; its message is above.")
-        return json.loads(line)
-
-    def measure(self, rounds: int) -> dict[str, float]:
-        self.child.stdin.write(f"{rounds}\n")
-        self.child.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        self.child.stdin.close()
-        self.child.wait()
 
 
 # ------------------------------------------------------------------------------------------------- measuring, printing
@@ -429,21 +386,21 @@ class Process:
 def measure_part(part: str, rounds: int, repeats: int) -> list[dict[str, Any]]:
     """One row per system: all are started and compiled, then asked in turn, `repeats` times."""
     systems = {n: s for n, s in PARTS[part].items() if importlib.util.find_spec(s.needs)}
-    processes = {name: Process(part, name) for name in systems}
+    # The loops' products are tiny: threads of a BLAS would only spin. XLA has its own threads.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    processes = {name: Process("--serve", part, name, **threads) for name in systems}
+    before_mb = {name: process.answer()["before_mb"] for name, process in processes.items()}
     first, answers = {}, {name: [] for name in systems}
     for name, system in systems.items():
-        first[name] = processes[name].measure(rounds if system.compiled else 1)
+        first[name] = processes[name].ask(rounds if system.compiled else 1)
         if system.stretch > 1:
-            processes[name].measure(rounds * system.stretch)  # another length may be another program
+            processes[name].ask(rounds * system.stretch)  # another length may be another program
     for _ in range(repeats):
         for name, system in systems.items():
-            answers[name].append(processes[name].measure(rounds * system.stretch))
+            answers[name].append(processes[name].ask(rounds * system.stretch))
     for process in processes.values():
         process.close()
-    rows = [
-        summary(part, name, systems[name], rounds, processes[name].before_mb, first[name], answers[name])
-        for name in systems
-    ]
+    rows = [summary(part, name, systems[name], rounds, before_mb[name], first[name], answers[name]) for name in systems]
     return [row | {"ratio": row["ms"] / rows[0]["ms"]} for row in rows]
 
 
@@ -479,14 +436,6 @@ COLUMNS = {  # heading: (field, decimals)
 }
 
 
-def print_part(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}")
-    print("system".ljust(36), *(heading.rjust(9) for heading in COLUMNS))
-    for row in rows:
-        cells = ("-" if row[field] is None else f"{row[field]:.{digits}f}" for field, digits in COLUMNS.values())
-        print(row["system"].ljust(36), *(cell.rjust(9) for cell in cells))
-
-
 def check(part: str, rows: list[dict[str, Any]], rounds: int) -> str:
     """Did the systems do the same work? In `scale`: does the time per participating client stay?"""
     if part != "scale":
@@ -503,25 +452,6 @@ def check(part: str, rows: list[dict[str, Any]], rounds: int) -> str:
                 f"{name}, time per participating client, 10,000 / {clients} clients: {many / few:.2f}, {verdict}"
             )
     return "\n".join(lines)
-
-
-def header() -> dict[str, Any]:
-    versions = {}
-    for package in ("nestfed", "jax", "jaxlib", "numpy", "torch"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    # In a process of its own: this one stays small, since a child's peak memory is never below its parent's.
-    ask = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind)"
-    devices = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
-    return versions | {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "devices": devices,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-    }
 
 
 TITLES = {
@@ -546,7 +476,8 @@ def main() -> None:
     results = []
     for part in options.parts:
         rows = measure_part(part, options.rounds, options.repeats)
-        print_part(TITLES[part], rows)
+        print(f"\n{TITLES[part]}")
+        print_table(rows, COLUMNS, (36, 9))
         print(check(part, rows, options.rounds), flush=True)
         results += rows
     if options.json:
