@@ -108,8 +108,8 @@ def _one_after_another(program: Callable, arguments: PyTree) -> PyTree:
     """lax.map, with the next clients' arguments fetched a turn ahead: as the loop's carry they are whole arrays. Slices
     of all clients' would be read element by element wherever they are used, which doubled the time of a step."""
     number = jax.tree.leaves(arguments)[0].shape[0]
-    # Two clients' operations in one loop: on a CPU one's fill the pauses between the other's. Not for a few clients, who
-    # are done before the longer program is compiled.
+    # Two clients' operations in one loop: on a CPU one's fill the pauses between the other's. Not for a few clients,
+    # who are done before the longer program is compiled.
     abreast = 2 if number >= 8 else 1
     each = lambda function, *blocks: tuple(function(*one) for one in zip(*blocks, strict=True))
     one = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), arguments)

@@ -130,7 +130,7 @@ class Experiment:
         ]
 
     def cell(self, name: str) -> Cell:
-        return kept(self.folder / "cells" / f"{name}.json", functools.partial(self._train, name))
+        return kept(self.folder / "cells" / f"{name.replace(':', '-')}.json", functools.partial(self._train, name))
 
     def _train(self, name: str) -> Cell:
         if name.startswith("choose-"):
