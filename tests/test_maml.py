@@ -345,14 +345,16 @@ def test_page_of_made_up_cells(tmp_path):
     def invented(name):
         study, part, method = name.split("-", 2)
         seeds = 1 if part == "choose" else 3
-        final = np.array([[level[method] + 0.001 * s for s in range(seeds)]])
+        settings = experiment.grid(study, method) if part == "choose" else [{"lr": 0.1}]
+        worse = [words["lr"] + words.get("inner_lr", 0) if part == "choose" else 0 for words in settings]
+        final = np.array([[level[method] + 0.001 * s + more for s in range(seeds)] for more in worse])
         values = np.stack([0 * final, final], 2)
         scores = [
             f"{p}_{s}{i}" for p in ("test", "validation") for s in ("accuracy", "loss") for i in ("", "_interval")
         ]
         return Cell(
-            settings=[{"lr": 0.1}], seeds=list(range(seeds)), round=np.array([0, 4]),
-            metrics=dict.fromkeys(scores, values), diverged=-np.ones((1, seeds), int),
+            settings=settings, seeds=list(range(seeds)), round=np.array([0, 4]),
+            metrics=dict.fromkeys(scores, values), diverged=-np.ones((len(settings), seeds), int),
             cost={"exchanges": 1, "bytes_up": 100, "bytes_down": 50, "oracles": {"GRAD": 1}}, seconds=6.0,
             machine="abacus",
         )  # fmt: skip
@@ -363,6 +365,10 @@ def test_page_of_made_up_cells(tmp_path):
     assert "Not run yet: sine (clients alike), sine (every client its own phases)." in text and "abacus" in text
     table = maml.final_table(experiment, "omniglot", ["1"]).set_index("method")
     assert table.loc["FCSG-M", "test accuracy"] == pytest.approx(0.921)
+    weights = maml.weight_table(experiment, experiment.finished()).set_index("method")
+    assert weights.loc["Local-SCGDM", "inner_lr = 0.5"] == pytest.approx(
+        0.88 + 0.5 + 0.05
+    )  # the best of its step sizes
     verdicts = {claim.number: claim.verdict for claim in maml.check_claims(experiment, experiment.finished())}
     # 0.92 and 0.91 are not five points above 0.88.
     assert verdicts["1"].startswith("does not hold (3 of 6") and verdicts["3"].startswith("does not hold (0 of 5")
