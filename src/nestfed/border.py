@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from nestfed.core import Algorithm, Array, Task, UserError, check_registered, validate
 from nestfed.engine import Plan, collective, start_all
+from nestfed.privacy import Transform, Uploads, transforms_of
 from nestfed.program import (
     INITIALISE,
     Call,
@@ -61,9 +62,11 @@ def make_plan(
     unsynced: bool = False,
     client_axis: str = "auto",
     client_chunk: int | None = None,
+    uploads: Uploads = (),
 ) -> tuple[Plan, Array]:
     """Check everything that the user gave at the border, and fix the static part of the run: (plan, dropout)."""
     check_match(algorithm, task)
+    transforms = transforms_of(uploads)
     if evaluate_every is not None:
         check_positive("evaluate_every", evaluate_every)
     if not 0.0 <= float(dropout) < 1.0:
@@ -94,11 +97,11 @@ def make_plan(
     if plan.chunk is None:
         plan = plan._replace(mesh=_mesh(seats))
     kind = (
-        jax.tree.structure((algorithm, task)),
+        jax.tree.structure((algorithm, task, transforms)),
         tuple((np.shape(a), str(jnp.result_type(a))) for a in jax.tree.leaves(task)),
     )
     if kind not in _KEPT_CONTRACTS:  # tracing takes a while: once for all settings and data of one kind
-        check_contract(algorithm, task)
+        check_contract(algorithm, task, transforms)
         _KEPT_CONTRACTS.add(kind)
     return plan, jnp.asarray(float(dropout))
 
@@ -199,29 +202,29 @@ def _mesh(seats: int) -> Mesh | None:
     return jax.make_mesh((number,), ("clients",), axis_types=(AxisType.Auto,), devices=devices[:number])
 
 
-def check_contract(algorithm: Algorithm, task: Task) -> None:
+def check_contract(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...] = ()) -> None:
     """Trace a round without running it: a Shared field must depend on private values through exchanges only, exchanges
     must not sit in loops, and a step must keep the shapes and types of the State."""
     key = jax.random.key(0)
-    state = jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), _call(key, None), None))
+    call = lambda server: _call(key, server)._replace(uploads=uploads)
+    state = jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), call(None), None))
     server, client = algorithm.split(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state))
     state = algorithm.begin(server, client)
     for phase, (method, repeats, sync) in enumerate(algorithm.schedule()):
-        step = lambda s, phase=phase, sync=sync: step_alone(
-            algorithm, task, Step(phase, 0, sync), _call(key, server), s
-        )
+        step = lambda s, phase=phase, sync=sync: step_alone(algorithm, task, Step(phase, 0, sync), call(server), s)
         for _ in range(min(repeats, 2)):  # the second turn of a loop must find what the first one found
             before, state = state, jax.eval_shape(step, state)
             _check_types(before, state, f"{type(algorithm).__name__}.{method.__name__}")
 
     # JAX refuses an output of the collective program that should be common to all clients and is not.
-    initial, begun = Step(INITIALISE, 0, True), _call(key, None)
+    initial, begun = Step(INITIALISE, 0, True), call(None)
     start = lambda seat: take_step(algorithm, task, initial, None, seated(task, seat, begun), begun, collective(seat))
     leak = _leaking_field(algorithm, start, all_seats(task))
     if leak is None:
         _, clients = jax.eval_shape(lambda: start_all(algorithm, task, key, Plan()))
         seats = all_seats(task)
-        together = lambda pair: run_round(algorithm, task, pair[0], pair[1], _call(key, server), collective(pair[1]))[0]
+        round_of = lambda client, seat: run_round(algorithm, task, client, seat, call(server), collective(seat))[0]
+        together = lambda pair: round_of(*pair)
         leak = _leaking_field(algorithm, together, (clients, seats))
     if leak is not None:
         raise UserError(

@@ -13,9 +13,10 @@ import numpy as np
 
 from nestfed import engine
 from nestfed.border import as_key, check_contract, check_match, make_plan
-from nestfed.core import Algorithm, PyTree, Task, UserError
+from nestfed.core import Algorithm, PyTree, Task, UserError, struct
 from nestfed.cost import measure
 from nestfed.deploy import deploy
+from nestfed.privacy import Transform
 from nestfed.sweep import sweep
 
 ROUNDS = 3
@@ -86,6 +87,15 @@ def _settings_and_family_fit(algorithm: Algorithm, task: Task) -> None:
 
 def _shared_fields_come_from_exchanges_and_types_stay(algorithm: Algorithm, task: Task) -> None:
     check_contract(algorithm, task)
+
+
+@struct
+class _Untouched(Transform):
+    """Uploads go on their way as they are."""
+
+
+def _uploads_lie_around_what_everybody_knows(algorithm: Algorithm, task: Task) -> None:
+    check_contract(algorithm, task, (_Untouched(),))
 
 
 def _cost_is_static(algorithm: Algorithm, task: Task) -> None:
@@ -179,6 +189,7 @@ def _spoilt(task: Task) -> Any:
 CHECKS: tuple[Callable[[Algorithm, Task], None], ...] = (
     _settings_and_family_fit,
     _shared_fields_come_from_exchanges_and_types_stay,
+    _uploads_lie_around_what_everybody_knows,
     _cost_is_static,
     _one_trace_serves_all_seeds_and_settings,
     _the_order_of_clients_does_not_matter,

@@ -27,7 +27,7 @@ app = typer.Typer(
     help="Federated learning with nested objectives: train, compare, report.",
 )  # fmt: skip
 
-DATA, TRAINING, OUTPUT = "Data", "Training", "Output"
+DATA, TRAINING, PRIVACY, OUTPUT = "Data", "Training", "Privacy", "Output"
 MOST_ROWS = 60  # of a table on the screen
 
 
@@ -53,6 +53,11 @@ OPTIONS: dict[str, Any] = {
     "dropout": Annotated[float | None, _flag("Probability that a chosen client fails.", TRAINING)],
     "evaluations": Annotated[int | None, _flag("About so many evaluations per stage (100).", TRAINING)],
     "output": Annotated[str | None, _flag("Which iterate counts: last, average, random, best (validation).", TRAINING)],
+    "privacy": Annotated[str | None, _flag("local (nobody is trusted) or central (the server is).", PRIVACY)],
+    "clip": Annotated[float | None, _flag("Largest norm of an upload.", PRIVACY)],
+    "noise_multiplier": Annotated[float | None, _flag("Noise / sensitivity (2 x clip) of an exchange.", PRIVACY)],
+    "delta": Annotated[float | None, _flag("delta of the guarantee (1e-5).", PRIVACY)],
+    "epsilon_budget": Annotated[float | None, _flag("End before a round that would spend more.", PRIVACY)],
     "model": Annotated[str | None, _flag("logistic, or network (two layers).", TRAINING)],
     "penalty": Annotated[float | None, _flag("mu of (mu / 2) |theta|^2 (0.001).", TRAINING)],
     "batch_size": Annotated[int | None, _flag("Rows per batch (128, or 32 for small tables).", TRAINING)],

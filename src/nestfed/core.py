@@ -296,6 +296,28 @@ class ClientRows:
         size = lambda s: self.size.astype(jax.tree.leaves(s)[0].dtype)
         return each(lambda s, v: (s + masked_sum(v, rest < self.size)) / size(s), total, values)
 
+    def pass_over(self, function: Callable[[PyTree, Array | None], PyTree], *, rows_at_once: int = 256) -> PyTree:
+        """The sum of function(batch, weights) over blocks that hold each of this client's rows once.
+
+        `weights` are 1 / size, and 0 where an entry merely fills up a block: if `function` returns the sum of weights_i
+        value_i, the answer is the mean over all rows. The number of blocks is fixed by the largest client, so the cost
+        is known and a round may contain such a pass; `average` fits each client's own size and is for metrics. A client
+        with constants only is one block, with None as weights.
+        """
+        if self.columns is None:
+            return function(self.constants, None)
+        block = min(rows_at_once, self.largest)
+        positions = jnp.arange(block, dtype=self.offset.dtype)
+
+        def one_block(b):
+            mine = b * block + positions
+            rows = _all_rows(self.columns, self.offset, self.size, mine)
+            return function(self.as_batch(rows), jnp.where(mine < self.size, 1 / self.size.astype(float), 0.0))
+
+        first, blocks = one_block(0), -(-self.largest // block)
+        add = lambda b, total: jax.tree.map(jnp.add, total, one_block(b))
+        return first if blocks == 1 else lax.fori_loop(1, blocks, add, first)
+
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def _draw_rows(columns, offset, size, key, count):  # under jit for its name, by which `cost.measure` counts samples
@@ -508,7 +530,11 @@ def everything(values: PyTree, cohort: Cohort, slot: Array, key: Array) -> PyTre
 class Fed:
     """All that a client can see of the federation during one step."""
 
-    mean: Callable[[PyTree], PyTree]  # weighted mean of a tree over the clients taking part
+    # mean(tree, around=None): the weighted mean of a tree over the clients taking part. `around` is a tree of the same
+    # structure that everybody knows (a broadcast value, or what follows from answers; None where there is no such
+    # value), and the meaning is around + mean(tree - around). It tells which part of an upload is news: transforms of
+    # uploads (`privacy`) act on tree - around. Without them it is ignored.
+    mean: Callable[..., PyTree]
     # gather(tree, reply=...): the server lays the cohort's trees side by side and answers this client with
     # reply(values, cohort, slot, key); the key is the step's shared one, and reply may use nothing else but settings
     # and fields of fed.server as they are (where it runs, fed.server has the Server fields too).
@@ -521,6 +547,7 @@ class Fed:
     key: Array  # this client's, for this step
     shared_key: Array  # the same on all clients, for this step
     share: Array  # clients taking part / all clients
+    rows: Any = None  # this client's own rows (`ClientRows`), for passes over all of them; batches come from draw(j)
     own_steps: Array | None = None  # this client's number of local steps, if the task gives clients different ones
     unsynced: Any = None  # in metrics, if asked for: this client's whole State before the round's last step
 

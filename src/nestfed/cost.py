@@ -5,8 +5,10 @@ with the bytes of its question (up) and of its answer (down), an oracle call wit
 body of a loop counts as often as the loop runs. No algorithm keeps a counter, nothing runs, and nobody can forget.
 
 Conventions: an exchange counts its question up and its answer down, whatever it is used for; exchanges of a round
-depend on each other, so their number is also the number of phases (latency); oracle calls are mini-batch calls; a
-client that missed the last round also receives the Shared fields (`call_up_bytes`); the start is a line of its own.
+depend on each other, so their number is also the number of phases (latency); transforms of uploads change what goes
+up (a sparse upload sends values and places, a quantised one its bits and a scale), not what is answered; oracle calls
+are mini-batch calls; a client that missed the last round also receives the Shared fields (`call_up_bytes`); the start
+is a line of its own.
 """
 
 import collections
@@ -20,6 +22,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from nestfed.border import check_match
 from nestfed.core import Algorithm, Cohort, Task, UserError
+from nestfed.privacy import (
+    CentralDP,
+    Guarantee,
+    Spending,
+    Transform,
+    Uploads,
+    guarantee_of,
+    transforms_of,
+    upload_bytes,
+)
 from nestfed.problems import ORACLE_KINDS
 from nestfed.program import INITIALISE, Call, Exchange, Seat, Step, as_float, run_round, seated, take_step
 
@@ -68,11 +80,12 @@ class Cost:
         }
 
 
-def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None) -> Cost:
+def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None, uploads: Uploads = ()) -> Cost:
     """The cost of this algorithm on this task, per client. `cohort` matters for gathers that send
-    everybody's values.
+    everybody's values, `uploads` (transforms of them, as in `simulate`) for what goes up.
     """
     check_match(algorithm, task)
+    transforms = transforms_of(uploads)
     size = task.clients if cohort is None else cohort
     seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
     key = jax.random.key(0)
@@ -91,9 +104,23 @@ def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None) -> C
     name = type(algorithm).__name__
     broadcast = jax.tree.leaves(algorithm.part(server, "shared"))
     return Cost(
-        start=_ledger(jax.make_jaxpr(start)(key), f"{name}.init"),
-        round=_ledger(jax.make_jaxpr(one_round)(key, server, client), f"a round of {name}"),
+        start=_ledger(jax.make_jaxpr(start)(key), f"{name}.init", transforms),
+        round=_ledger(jax.make_jaxpr(one_round)(key, server, client), f"a round of {name}", transforms),
         call_up_bytes=sum(a.size * a.dtype.itemsize for a in broadcast),
+    )
+
+
+def spending(algorithm: Algorithm, task: Task, uploads: Uploads, *, cohort: int | None = None) -> Spending | None:
+    """What a run spends of privacy, if a guarantee is among the uploads; `cohort` clients take part in a round."""
+    guarantee: Guarantee | None = guarantee_of(uploads)
+    if guarantee is None:
+        return None
+    ledger = measure(algorithm, task, cohort=cohort)
+    # With unequal weights the noise tells who took part: then a random cohort hides nobody.
+    hidden = isinstance(guarantee, CentralDP) and cohort is not None and cohort < task.clients
+    amplifies = hidden and np.ptp(np.asarray(task.weights)) < 1e-12 and ledger.round.exchanges > 0
+    return Spending(
+        guarantee, ledger.start.exchanges, ledger.round.exchanges, task.clients, cohort if amplifies else None
     )
 
 
@@ -114,16 +141,17 @@ def _marked_exchange(size: int) -> Exchange:
 
         return jax.jit(fed_gather)(jax.jit(fed_question)(tree))
 
-    return Exchange(jax.jit(fed_mean), gather)
+    mark = jax.jit(fed_mean)
+    return Exchange(lambda tree, treatment: mark(tree), gather)
 
 
-def _ledger(program: Any, where: str) -> Ledger:
+def _ledger(program: Any, where: str, uploads: tuple[Transform, ...]) -> Ledger:
     counts: collections.Counter[str] = collections.Counter()
-    _count(program.jaxpr, 1, counts, where)
+    _count(program.jaxpr, 1, counts, where, uploads)
     # Draws that nothing uses cost nothing: the compiler drops them too.
     live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     drawn: collections.Counter[str] = collections.Counter()
-    _count(live, 1, drawn, where)
+    _count(live, 1, drawn, where, uploads)
     calls = {name.removeprefix("call "): n for name, n in sorted(counts.items()) if name.startswith("call ")}
     return Ledger(
         exchanges=counts["exchanges"],
@@ -136,17 +164,17 @@ def _ledger(program: Any, where: str) -> Ledger:
     )
 
 
-def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> None:
+def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str, uploads: tuple[Transform, ...]) -> None:
     """Add the marks of a program that runs `times` times."""
     for equation in jaxpr.eqns:
         name, primitive = str(equation.params.get("name", "")), equation.primitive.name
         if name in (_MEAN, _GATHER):
             counts["exchanges"] += times
             counts["gathers"] += times * (name == _GATHER)
-            counts["up"] += times * _nbytes(equation.invars) * (name == _MEAN)
+            counts["up"] += times * _nbytes(equation.invars, uploads) * (name == _MEAN)
             counts["down"] += times * _nbytes(equation.outvars)
         elif name == _QUESTION:
-            counts["up"] += times * _nbytes(equation.invars)
+            counts["up"] += times * _nbytes(equation.invars, uploads)
         elif name in _DRAWS:
             counts["samples"] += times * equation.outvars[0].aval.shape[0]
         elif name.startswith(_ORACLE):
@@ -163,15 +191,15 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str) -> N
             branches = []
             for branch in equation.params["branches"]:
                 branches.append(collections.Counter())
-                _count(branch.jaxpr, times, branches[-1], where)
+                _count(branch.jaxpr, times, branches[-1], where, uploads)
             for mark in {mark for branch in branches for mark in branch}:
                 counts[mark] += max(branch[mark] for branch in branches)
         else:
             turns = equation.params.get("length", 1) if primitive == "scan" else 1
             for inner in equation.params.values():
                 if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
-                    _count(getattr(inner, "jaxpr", inner), times * turns, counts, where)
+                    _count(getattr(inner, "jaxpr", inner), times * turns, counts, where, uploads)
 
 
-def _nbytes(variables: Any) -> int:
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
+def _nbytes(variables: Any, uploads: tuple[Transform, ...] = ()) -> int:
+    return sum(upload_bytes(uploads, v.aval.size, v.aval.dtype.itemsize) for v in variables)

@@ -20,6 +20,7 @@ import numpy as np
 
 from nestfed.border import as_key, check_match, check_positive, cohort_size
 from nestfed.core import Algorithm, Array, Cohort, Rows, Task, UserError, everything
+from nestfed.privacy import Transform, Uploads, transforms_of
 from nestfed.program import (
     INITIALISE,
     Ask,
@@ -32,6 +33,7 @@ from nestfed.program import (
     shared_key,
     step_alone,
     take_step,
+    treatment_of,
     weighted_mean,
 )
 
@@ -73,13 +75,21 @@ def _attempt(algorithm: Algorithm, task: Task, phase: int, sync: bool, index, st
         return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
 
 
-def _call(key: Array, round: int, server: Any, share: float) -> Call:
-    return Call(key, jnp.asarray(round), server, jnp.asarray(share, float))
+class _Party:
+    """What a node and the server have in common: the algorithm, the run's key, and what becomes of uploads."""
+
+    algorithm: Algorithm
+    key: Array
+    uploads: tuple[Transform, ...]
+    secret: Array
+
+    def call(self, round: int, server: Any, share: float) -> Call:
+        return Call(self.key, jnp.asarray(round), server, jnp.asarray(share, float), self.uploads, self.secret)
 
 
 def _template(algorithm: Algorithm, task: Task, key: Array) -> Any:
     """The shapes of State after init."""
-    start = _call(key, START, None, 1.0)
+    start = Call(key, jnp.asarray(START), None, jnp.ones(()))
     return jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), start, None))
 
 
@@ -93,17 +103,31 @@ def _host(leaves: Any) -> Leaves:
     return [np.asarray(leaf) for leaf in leaves]
 
 
-class Node:
+class Node(_Party):
     """One client. `store` keeps lists of arrays by name; it never leaves the node, and may be backed by its disk.
 
     Delivery may be repeated: the same exchange of the same round asked twice gives the same answer.
+
+    `uploads` are transforms of what it sends, as in `simulate`. Their noise comes from `secret`, a seed that only this
+    node knows: without it the noise comes from the run's seed, as in simulation, and whoever knows that can take the
+    noise off again.
     """
 
-    def __init__(self, algorithm: Algorithm, task: Task, seed: Any, store: MutableMapping[str, Leaves] | None = None):
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        task: Task,
+        seed: Any,
+        store: MutableMapping[str, Leaves] | None = None,
+        *,
+        uploads: Uploads = (),
+        secret: Any = None,
+    ):
         if task.clients != 1:
             raise UserError(f"a node holds one client's rows; the task has {task.clients} clients.")
         check_match(algorithm, task)
         self.algorithm, self.task, self.key = algorithm, task, as_key(seed)
+        self.uploads, self.secret = transforms_of(uploads), self.key if secret is None else as_key(secret)
         self.store: MutableMapping[str, Leaves] = {} if store is None else store
         self._first = _template(algorithm, task, self.key)
         self._structures: dict[bool, list[Any]] = {}
@@ -115,7 +139,7 @@ class Node:
         ticket = ticket._replace(server=self._completed(ticket.server))
         reached, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
         program = program_of(self.algorithm, ticket.round)
-        call = _call(self.key, ticket.round, ticket.server, ticket.share)
+        call = self.call(ticket.round, ticket.server, ticket.share)
         for index in range(reached, len(program)):
             out = _attempt(self.algorithm, self.task, *program[index], index, state, call, answers)
             if "ask" in out:
@@ -168,7 +192,7 @@ class Node:
         """The structure of State at the start of this step (Scratch fields come and go within a round)."""
         initial = ticket.round == START
         if initial not in self._structures:
-            call, state, structures = _call(self.key, ticket.round, ticket.server, ticket.share), None, []
+            call, state, structures = self.call(ticket.round, ticket.server, ticket.share), None, []
             if not initial:
                 state = jax.eval_shape(lambda: self.algorithm.begin(ticket.server, self._local("client")))
             for k, (phase, sync) in enumerate(program_of(self.algorithm, ticket.round)):
@@ -219,11 +243,15 @@ def without_rows(task: Task) -> Task:
 Send = Callable[[Mapping[int, Ticket]], Mapping[int, "Leaves | None"]]
 
 
-class Server:
-    """The server's side. `send` delivers tickets by client id and returns the answers of those who answered."""
+class Server(_Party):
+    """The server's side. `send` delivers tickets by client id and returns the answers of those who answered.
 
-    def __init__(self, algorithm: Algorithm, task: Task, seed: Any):
+    `uploads` and `secret` are as for a Node; a trusted server's noise comes from its own secret.
+    """
+
+    def __init__(self, algorithm: Algorithm, task: Task, seed: Any, *, uploads: Uploads = (), secret: Any = None):
         self.algorithm, self.task, self.key = algorithm, without_rows(task), as_key(seed)
+        self.uploads, self.secret = transforms_of(uploads), self.key if secret is None else as_key(secret)
 
     def serve(self, round: int, server: Any, weights: Mapping[int, float], share: float, send: Send) -> Any:
         """One round (or the start) with these clients: the new Shared fields.
@@ -232,7 +260,7 @@ class Server:
         """
         broadcast = None if server is None else self.algorithm.part(server, "shared")
         ticket = Ticket(round, 0, broadcast, share, None)
-        call = _call(self.key, round, server, share)
+        call = self.call(round, server, share)
         state = None if round == START else self.algorithm.begin(server, self._hidden_client())
         answering = dict(send(dict.fromkeys(weights, ticket)))
         log: list[list[Leaves]] = []
@@ -324,7 +352,7 @@ def _server_answer(algorithm, task, phase, sync, index, state, call, known, valu
     except Ask as ask:
         reply, tree = ask.reply, jax.tree.unflatten(jax.tree.structure(ask.tree), values)
         if reply is None:
-            return jax.tree.leaves(weighted_mean(tree, weights)), None
+            return jax.tree.leaves(weighted_mean(tree, weights, treatment_of(call, index, len(known)))), None
         if reply is everything:
             return values, None
         key, cohort = shared_key(call, index), Cohort(ids, weights)
@@ -358,6 +386,7 @@ def deploy(
     rounds: int,
     cohort: int | float | None = None,
     dropout: float = 0.0,
+    uploads: Uploads = (),
 ) -> tuple[Any, Any]:
     """All nodes and the server in this process: (server, clients) as `simulate` has them."""
     check_match(algorithm, task)
@@ -370,11 +399,12 @@ def deploy(
             algorithm,
             dataclasses.replace(task, data=task.data.only(p), weights=np.ones(1), local_steps=own(p, task.local_steps)),
             seed,
+            uploads=uploads,
         )
         for p, client in enumerate(ids)
     }
     send = lambda tickets: {client: nodes[client].receive(ticket) for client, ticket in tickets.items()}
-    central = Server(algorithm, task, seed)
+    central = Server(algorithm, task, seed, uploads=uploads)
     server = central.serve(START, None, dict(zip(ids, weight_of, strict=True)), 1.0, send)
     for round in range(rounds):
         seats = choose_cohort(task, key, jnp.asarray(round), size, jnp.asarray(dropout) if dropout else None)

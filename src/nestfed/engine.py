@@ -16,6 +16,7 @@ from jax.random import bernoulli
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nestfed.core import Algorithm, Array, Cohort, Fed, PyTree, Task, UserError, everything
+from nestfed.privacy import Transform, columns, statistics
 from nestfed.program import (
     INITIALISE,
     METRICS,
@@ -26,6 +27,8 @@ from nestfed.program import (
     Exchange,
     Seat,
     Step,
+    Tally,
+    Treatment,
     all_seats,
     choose_cohort,
     cohort_of,
@@ -34,8 +37,11 @@ from nestfed.program import (
     run_round,
     seated,
     shared_key,
+    shares,
     speaking,
     take_step,
+    take_tallied_step,
+    treatment_of,
     weighted_mean,
 )
 from nestfed.randomness import fold
@@ -74,7 +80,13 @@ class Plan(NamedTuple):
 
 def collective(seat: Seat) -> Exchange:
     """The exchange of clients that run side by side under vmap(axis_name="clients")."""
-    mean = lambda tree: mean_over_clients(tree, seat.weight)
+
+    def mean(tree, treatment):
+        answer = mean_over_clients(tree, seat.weight)
+        if treatment is None:
+            return answer
+        total = lax.psum(seat.weight, "clients")
+        return treatment(answer, lax.pmax(seat.weight, "clients") / jnp.where(total > 0, total, 1))
 
     def gather(tree, reply, key):
         side_by_side = lambda a: lax.all_gather(a, "clients")
@@ -128,11 +140,13 @@ def _with_replays(
     chunk: int | None,
     order: Array | None = None,
     common: bool = False,
+    treatments: Callable[[int], Treatment | None] = lambda number: None,
 ) -> PyTree:
     """Run a program that exchanges for all seats, in passes: each pass knows the answers of the passes before it.
 
     `key` is the step's shared key, for the replies of a gather. `common` says that the result is the same on all
     clients: it is then computed once, and JAX refuses a result that depends on a client's private values.
+    `treatments` says what the server does to the mean of each exchange.
     """
     answers: list[tuple[bool, PyTree]] = []  # (one answer per client?, answer)
     while True:
@@ -158,7 +172,7 @@ def _with_replays(
             return result
         reply = asked[0].reply
         if reply is None:
-            answers.append((False, weighted_mean(result, seats.weight)))
+            answers.append((False, weighted_mean(result, seats.weight, treatments(len(answers)))))
         elif reply is everything:
             answers.append((False, result))
         else:
@@ -166,9 +180,9 @@ def _with_replays(
             answers.append((True, jax.vmap(lambda slot: own_reply(slot=slot))(seats.slot)))
 
 
-def start_all(algorithm: Algorithm, task: Task, key: Array, plan: Plan):
+def start_all(algorithm: Algorithm, task: Task, key: Array, plan: Plan, uploads: tuple[Transform, ...] = ()):
     """(server, clients) after init."""
-    call = Call(key, jnp.asarray(-1), None, jnp.ones(()))
+    call = Call(key, jnp.asarray(-1), None, jnp.ones(()), uploads)
     step = Step(INITIALISE, 0, True)
 
     def init(seat, exchange):
@@ -178,52 +192,62 @@ def start_all(algorithm: Algorithm, task: Task, key: Array, plan: Plan):
     if plan.chunk is None:
         together = jax.vmap(lambda seat: init(seat, collective(seat)), out_axes=(None, 0), axis_name="clients")
         return together(seats)
-    server, clients = _with_replays(init, seats, seats, shared_key(call, 0), plan.chunk)
+    server, clients = _with_replays(
+        init, seats, seats, shared_key(call, 0), plan.chunk, treatments=functools.partial(treatment_of, call, 0)
+    )
     return jax.tree.map(lambda a: a[0], server), clients
 
 
 def round_together(algorithm: Algorithm, task: Task, clients: Any, seats: Seat, call: Call):
-    """A round with the cohort side by side: (server, clients' Local parts, states before the last step)."""
+    """A round with the cohort side by side: (server, clients' Local parts, states before the last step, tallies)."""
 
     def one_client(client, seat):
-        state, before = run_round(algorithm, task, client, seat, call, collective(seat))
-        return *algorithm.split(state), before
+        state, before, tally = run_round(algorithm, task, client, seat, call, collective(seat))
+        return *algorithm.split(state), before, tally
 
-    return jax.vmap(one_client, out_axes=(None, 0, 0), axis_name="clients")(clients, seats)
+    return jax.vmap(one_client, out_axes=(None, 0, 0, 0), axis_name="clients")(clients, seats)
 
 
 def _round_in_chunks(algorithm: Algorithm, task: Task, clients: Any, seats: Seat, call: Call, chunk: int):
     """The same round client after client: phases without an exchange in one go, the others in passes."""
-    states = begin_all(algorithm, call.server, clients, seats.slot.size)
-    before, index = states, 0
+    number = seats.slot.size
+    tallies = jax.tree.map(lambda a: jnp.broadcast_to(a, (number,)), Tally.zero()) if call.uploads else None
+    states = begin_all(algorithm, call.server, clients, number), tallies
+    before, index = states[0], 0
     keys = jax.vmap(lambda seat: seated(task, seat, call).key)(seats)
     for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
         if repeats == 0:
             continue
-        before = states
+        before = states[0]
 
         def take(j, mine, exchange):
             state, seat, key = mine
             client = Client(task.data.client(seat.position), seat, key)
-            return take_step(algorithm, task, Step(phase, j, sync), state, client, call, exchange)
+            return take_tallied_step(algorithm, task, Step(phase, j, sync), state, client, call, exchange)
 
         everyone = lambda s: (s, seats, keys)
         if _exchanges(lambda: take(index, jax.tree.map(lambda a: a[0], everyone(states)), replay([]))):
             step = lambda j, s: _with_replays(
-                functools.partial(take, j), everyone(s), seats, shared_key(call, j), chunk
+                functools.partial(take, j),
+                everyone(s),
+                seats,
+                shared_key(call, j),
+                chunk,
+                treatments=functools.partial(treatment_of, call, j),
             )
             states = step(index, states) if repeats == 1 else lax.fori_loop(index, index + repeats, step, states)
         else:
-            whole_phase = lambda each, block: lax.fori_loop(
-                index,
-                index + repeats,
-                lambda j, s: each(lambda state, mine: take(j, (state, *mine[1:]), replay([])), s, block),
-                each(lambda mine: mine[0], block),
-            )
+
+            def whole_phase(each, block):
+                step = lambda j, s: each(lambda state, mine: take(j, (state, *mine[1:]), replay([])), s, block)
+                start = each(lambda mine: mine[0], block)
+                # Not a loop of one turn: such a step may fill fields that are None before it.
+                return step(index, start) if repeats == 1 else lax.fori_loop(index, index + repeats, step, start)
+
             states = _in_chunks(whole_phase, everyone(states), chunk)
         index += repeats
-    server, clients = algorithm.split(states)
-    return jax.tree.map(lambda a: a[0], server), clients, before
+    server, clients = algorithm.split(states[0])
+    return jax.tree.map(lambda a: a[0], server), clients, before, states[1]
 
 
 def begin_all(algorithm: Algorithm, server: Any, clients: Any, number: int) -> Any:
@@ -250,19 +274,28 @@ def _shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
 # ------------------------------------------------------------------------------------------------- one round, metrics
 
 
-def _one_round(algorithm: Algorithm, task: Task, key: Array, run: Run, round: Array, dropout: Array, plan: Plan):
-    """(run after this round, clients that took part)."""
+def _one_round(
+    algorithm: Algorithm,
+    task: Task,
+    key: Array,
+    run: Run,
+    round: Array,
+    dropout: Array,
+    plan: Plan,
+    uploads: tuple[Transform, ...],
+):
+    """(run after this round, what it records: clients that took part, what happened to uploads)."""
     seats = choose_cohort(task, key, round, plan.cohort, dropout if plan.dropout else None)
     everybody = plan.cohort is None or plan.cohort >= task.clients
     pick = (lambda tree: tree) if everybody else (lambda tree: jax.tree.map(lambda a: a[seats.position], tree))
     put = lambda old, new: jax.tree.map(lambda a, b: b if everybody else a.at[seats.position].set(b), old, new)
     old, seats = _shard((pick(run.clients), seats), plan.mesh)
     present = seats.weight > 0
-    call = Call(key, round, run.server, present.sum() / task.clients)
+    call = Call(key, round, run.server, present.sum() / task.clients, uploads)
     if plan.chunk is None:
-        server, clients, before = round_together(algorithm, task, old, seats, call)
+        server, clients, before, tallies = round_together(algorithm, task, old, seats, call)
     else:
-        server, clients, before = _round_in_chunks(algorithm, task, old, seats, call, plan.chunk)
+        server, clients, before, tallies = _round_in_chunks(algorithm, task, old, seats, call, plan.chunk)
 
     rows = lambda a: present.reshape((-1,) + (1,) * (a.ndim - 1))
     keep_absent = lambda new, old: jax.tree.map(lambda b, a: jnp.where(rows(b), b, a), new, old)
@@ -282,7 +315,16 @@ def _one_round(algorithm: Algorithm, task: Task, key: Array, run: Run, round: Ar
         round=jnp.where(healthy, run.round + 1, run.round),
         diverged=jnp.where((run.diverged < 0) & ~healthy, round, run.diverged).astype(run.diverged.dtype),
     )
-    return new, present.sum()
+    return new, {"participants": present.sum().astype(jnp.int32)} | _about_uploads(uploads, tallies, seats.weight)
+
+
+def _about_uploads(uploads: tuple[Transform, ...], tallies: Tally | None, weights: Array) -> dict[str, Array]:
+    if tallies is None:
+        return {}
+    here = lambda a: jnp.sum(jnp.where(weights > 0, a, 0))
+    clipped = here(tallies.clipped) / jnp.maximum(here(tallies.uploads), 1)
+    # Answers are common: any client's tally tells of them.
+    return statistics(uploads, tallies.squared[0], tallies.numbers[0], clipped, shares(weights))
 
 
 def finite(tree: PyTree) -> Array:
@@ -370,8 +412,8 @@ def _update_output(run: Run, key: Array, round: Array, values: dict[str, Array],
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def start(algorithm: Algorithm, task: Task, key: Array, plan: Plan) -> Run:
-    server, clients = start_all(algorithm, task, key, plan)
+def start(algorithm: Algorithm, task: Task, key: Array, plan: Plan, uploads: tuple[Transform, ...] = ()) -> Run:
+    server, clients = start_all(algorithm, task, key, plan, uploads)
     # A weak type (from a Python number) would change in the first round and break the loop's types.
     server, clients = jax.tree.map(lambda a: lax.convert_element_type(a, jnp.asarray(a).dtype), (server, clients))
     unsynced = None
@@ -387,7 +429,15 @@ CAPACITY = 256  # rounds in one call; fixed, so that runs of all lengths share o
 
 @functools.partial(jax.jit, static_argnames=("plan",))
 def advance(
-    algorithm: Algorithm, task: Task, key: Array, run: Run, first: Array, rounds: Array, dropout: Array, plan: Plan
+    algorithm: Algorithm,
+    task: Task,
+    key: Array,
+    run: Run,
+    first: Array,
+    rounds: Array,
+    dropout: Array,
+    plan: Plan,
+    uploads: tuple[Transform, ...] = (),
 ) -> tuple[Run, dict[str, Array]]:
     """`rounds` rounds (at most CAPACITY) from round `first` on: (run, rows of history, the first `rounds` filled).
 
@@ -400,18 +450,18 @@ def advance(
     blank = jax.tree.map(nothing, shapes)
     rows = jax.tree.map(lambda v: jnp.broadcast_to(v, (CAPACITY, *v.shape)), blank)
     rows |= {"participants": jnp.zeros(CAPACITY, jnp.int32)}
+    rows |= {name: jnp.zeros(CAPACITY) for name in columns(uploads)}
 
     def body(i, carry):
         run, rows = carry
         round = first + i
-        run, participants = _one_round(algorithm, task, key, run, round, dropout, plan)
+        run, recorded = _one_round(algorithm, task, key, run, round, dropout, plan, uploads)
         due, values = jnp.asarray(False), blank
         if every:
             due = (round + 1) % every == 0
             values = lax.cond(due, lambda: measure_all(algorithm, task, key, run, plan), lambda: blank)
         run = _update_output(run, key, round, values, due, plan)
-        row = values | {"participants": participants.astype(jnp.int32)}
-        return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, row)
+        return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, values | recorded)
 
     return lax.fori_loop(0, rounds, body, (run, rows))
 

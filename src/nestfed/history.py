@@ -1,5 +1,6 @@
 """What a run records on the host: evaluations by round, and who took part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,21 @@ class History:
         self._rounds.append(round)
         self._values.append({name: np.asarray(v) for name, v in values.items()})
 
-    def extend(self, rows: dict[str, Any], first: int, length: int, every: int | None) -> None:
+    def extend(
+        self,
+        rows: dict[str, Any],
+        first: int,
+        length: int,
+        every: int | None,
+        more: Callable[[int], dict[str, Any]] = lambda round: {},
+    ) -> None:
+        """Rows of `length` rounds from round `first` on; `more` knows further columns of a round."""
         rows = {name: np.asarray(column)[:length] for name, column in rows.items()}
         self._participants.append(rows.pop("participants"))
         for i in range(length):
             if every and (first + i + 1) % every == 0:
-                self.add(first + i + 1, {name: column[i] for name, column in rows.items()})
+                values = {name: column[i] for name, column in rows.items()}
+                self.add(first + i + 1, values | more(first + i + 1))
 
     def has(self, round: int) -> bool:
         return bool(self._rounds) and self._rounds[-1] == round

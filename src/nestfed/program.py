@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from nestfed.core import Algorithm, Array, ClientRows, Cohort, Fed, PyTree, Sample, Task, UserError, everything
+from nestfed.privacy import Transform, minus, plus, transformed, treated
 from nestfed.randomness import fold, fold_pair, priorities
 from nestfed.scaled import LOWEST, Scaled, is_scaled
 
 # Streams of random numbers. A key is folded from (seed, stream, round, client id, step, draw), never split by a size
 # or a position: adding a client, changing the cohort or the chunking of a run changes nobody else's numbers.
-INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS = range(7)
+INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS, UPLOAD, ANSWER = range(9)
 
 _FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes the numbers 2 j and 2 j + 1
 
@@ -26,8 +27,11 @@ _FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes the numbers 2
 class Exchange(NamedTuple):
     """The two words by which a client reaches the others; every engine supplies its own."""
 
-    mean: Callable[[PyTree], PyTree]
+    mean: Callable[[PyTree, "Treatment | None"], PyTree]  # the treatment is the server's, where uploads have one
     gather: Callable[[PyTree, Callable, Array], PyTree]  # the last argument is the step's shared key, for `reply`
+
+
+Treatment = Callable[[PyTree, Array], PyTree]  # (mean, largest share of a client in it) -> what the server answers
 
 
 class Seat(NamedTuple):
@@ -54,6 +58,21 @@ class Call(NamedTuple):
     round: Array  # counted from 0; -1 is the start
     server: Any
     share: Array
+    uploads: tuple[Transform, ...] = ()  # what happens to uploads on their way
+    secret: Array | None = None  # the key of their noise; None: the run's, which everybody knows
+
+
+class Tally(NamedTuple):
+    """What one client saw of transforms of uploads, summed over exchanges."""
+
+    squared: Array  # of the norms of the means that were answered
+    numbers: Array  # in these means
+    clipped: Array  # uploads that were clipped ...
+    uploads: Array  # ... of so many
+
+    @classmethod
+    def zero(cls) -> "Tally":
+        return cls(*jnp.zeros(4))
 
 
 class Step(NamedTuple):
@@ -85,12 +104,21 @@ def seated(task: Task, seat: Seat, call: Call) -> Client:
 
 
 def take_step(
-    algorithm: Algorithm, task: Task, step: Step, state: Any, client: Client, call: Call, exchange: Exchange
+    algorithm: Algorithm,
+    task: Task,
+    step: Step,
+    state: Any,
+    client: Client,
+    call: Call,
+    exchange: Exchange,
+    seen: list[Tally] | None = None,
 ) -> Any:
-    """One step of one client (or its init), with the engine's words for reaching the others."""
+    """One step of one client (or its init), with the engine's words for reaching the others. `seen` collects what
+    transforms of uploads did, an entry per exchange."""
     common_key = shared_key(call, step.index)
+    transit = Transit(call, step.index, client.seat.id, [] if seen is None else seen) if call.uploads else None
     fed = Fed(
-        **speaking(exchange, common_key),
+        **speaking(exchange, common_key, transit),
         sync=step.sync,
         t=jnp.maximum(call.round, 0) * steps_per_round(algorithm) + step.index,
         step=step.index,
@@ -98,6 +126,7 @@ def take_step(
         key=fold_pair(client.key, step.index, _FED_KEY),
         shared_key=common_key,
         share=call.share,
+        rows=client.data,
         own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.seat.position],
     )
     draw = draws(task, client, step.index)
@@ -106,22 +135,33 @@ def take_step(
     return algorithm.schedule()[step.phase][0](task.problem, state, draw, fed)
 
 
+def take_tallied_step(
+    algorithm: Algorithm, task: Task, step: Step, pair: Any, client: Client, call: Call, exchange: Exchange
+) -> tuple[Any, Tally | None]:
+    """The same for (State, Tally so far or None)."""
+    state, tally = pair
+    seen: list[Tally] = []
+    state = take_step(algorithm, task, step, state, client, call, exchange, seen)
+    return state, None if tally is None else jax.tree.map(lambda *numbers: sum(numbers), tally, *seen)
+
+
 def run_round(
     algorithm: Algorithm, task: Task, local: Any, seat: Seat, call: Call, exchange: Exchange
-) -> tuple[Any, Any]:
-    """(State after the round, State before its last step), where the exchange can answer within the program."""
+) -> tuple[Any, Any, Tally | None]:
+    """(State after the round, State before its last step, what transforms of uploads did or None), where the exchange
+    can answer within the program."""
     client = seated(task, seat, call)
-    state, index = algorithm.begin(call.server, local), 0
-    before = state
+    pair, index = (algorithm.begin(call.server, local), Tally.zero() if call.uploads else None), 0
+    before = pair[0]
     for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
-        take = lambda j, s: take_step(algorithm, task, Step(phase, j, sync), s, client, call, exchange)
-        before = state
+        take = lambda j, s: take_tallied_step(algorithm, task, Step(phase, j, sync), s, client, call, exchange)
+        before = pair[0]
         if repeats == 1:
-            state = take(index, state)
+            pair = take(index, pair)
         elif repeats > 1:
-            state = lax.fori_loop(index, index + repeats, take, state)
+            pair = lax.fori_loop(index, index + repeats, take, pair)
         index += repeats
-    return state, before
+    return pair[0], before, pair[1]
 
 
 def draws(task: Task, client: Client, step: Array) -> Callable[[Any], Sample]:
@@ -150,7 +190,56 @@ def shared_key(call: Call, index: Array) -> Array:
     return fold(call.key, SHARED, call.round + 1, index)
 
 
-def speaking(exchange: Exchange, key: Array) -> dict[str, Callable]:
+class Transit:
+    """What happens to one client's uploads in one step, exchange after exchange: the same in all engines."""
+
+    def __init__(self, call: Call, index: Array, id: Array, seen: list[Tally]):
+        self.call, self.index, self.seen, self.number = call, index, seen, 0
+        self.key = fold(_secret(call), UPLOAD, call.round + 1, id, index)
+
+    def mean(self, exchange: Exchange, tree: PyTree, around: PyTree) -> PyTree:
+        treatment = treatment_of(self.call, self.index, self.number)
+        sent, clipped = self._sent(minus(jax.tree.map(as_float, tree), around))
+        answer = exchange.mean(sent, treatment)
+        leaves = [a.astype(float) for a in jax.tree.leaves(answer)]
+        self._note(sum(jnp.sum(a**2) for a in leaves), sum(a.size for a in leaves), clipped)
+        return plus(answer, around)
+
+    def gather(self, exchange: Exchange, tree: PyTree, reply: Callable, key: Array) -> PyTree:
+        if any(transform.hides_in_mean for transform in self.call.uploads):
+            raise UserError(
+                "CentralDP was given to an algorithm that calls fed.gather: its server answers from single clients' "
+                "values, which noise in a mean does not protect. Use LocalDP, or an algorithm that only takes means."
+            )
+        if not all(jnp.issubdtype(jnp.result_type(a), jnp.floating) for a in jax.tree.leaves(tree)):
+            raise UserError("uploads= was given to an algorithm that gathers whole numbers; let it gather floats.")
+        sent, clipped = self._sent(jax.tree.map(jnp.asarray, tree))
+        answer = exchange.gather(sent, reply, key)
+        self._note(0, 0, clipped)
+        return answer
+
+    def _sent(self, tree: PyTree) -> tuple[PyTree, Array]:
+        key = fold(self.key, self.number)
+        self.number += 1
+        return transformed(self.call.uploads, tree, key)
+
+    def _note(self, squared: Any, numbers: int, clipped: Array) -> None:
+        self.seen.append(Tally(*(jnp.asarray(v, float) for v in (squared, numbers, clipped, 1))))
+
+
+def treatment_of(call: Call, index: Array, number: int) -> Treatment | None:
+    """What the server does to the mean of exchange `number` of a step."""
+    if not call.uploads:
+        return None
+    key = fold(_secret(call), ANSWER, call.round + 1, index, number)
+    return lambda mean, largest: treated(call.uploads, mean, largest, key)
+
+
+def _secret(call: Call) -> Array:
+    return call.key if call.secret is None else call.secret
+
+
+def speaking(exchange: Exchange, key: Array, transit: Transit | None = None) -> dict[str, Callable]:
     """The words of an exchange as the fields of Fed, refused inside a loop: there they could not be deployed."""
     level = _trace_level()
 
@@ -162,13 +251,13 @@ def speaking(exchange: Exchange, key: Array) -> dict[str, Callable]:
                 "deployed. Give the loop its own entry in schedule() instead."
             )
 
-    def mean(tree):
+    def mean(tree, around=None):
         check()
-        return exchange.mean(tree)
+        return exchange.mean(tree, None) if transit is None else transit.mean(exchange, tree, around)
 
     def gather(tree, reply=everything):
         check()
-        return exchange.gather(tree, reply, key)
+        return exchange.gather(tree, reply, key) if transit is None else transit.gather(exchange, tree, reply, key)
 
     return {"mean": mean, "gather": gather}
 
@@ -180,7 +269,7 @@ def replay(answers: Sequence[PyTree]) -> Exchange:
     """An exchange that knows the first answers of a step and raises Ask for the next one."""
     remaining = iter(answers)
 
-    def mean(tree):
+    def mean(tree, treatment):
         for answer in remaining:
             return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(answer))
         raise Ask(tree, None)
@@ -199,7 +288,7 @@ def _gather_alone(tree, reply, key):
     return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1)), 0, key)
 
 
-_ALONE = Exchange(mean=lambda tree: jax.tree.map(as_float, tree), gather=_gather_alone)
+_ALONE = Exchange(mean=lambda tree, treatment: jax.tree.map(as_float, tree), gather=_gather_alone)
 
 
 def step_alone(
@@ -235,9 +324,16 @@ def mean_over_clients(tree: PyTree, weight: Array) -> PyTree:
     return jax.tree.map(lambda a: scaled(a) if is_scaled(a) else plain(a), tree, is_leaf=is_scaled)
 
 
-def weighted_mean(values: PyTree, weights: Array) -> PyTree:
-    """The same mean over the leading axis."""
-    return jax.vmap(mean_over_clients, out_axes=None, axis_name="clients")(values, weights)
+def weighted_mean(values: PyTree, weights: Array, treatment: Treatment | None = None) -> PyTree:
+    """The same mean over the leading axis, as the server answers it."""
+    mean = jax.vmap(mean_over_clients, out_axes=None, axis_name="clients")(values, weights)
+    return mean if treatment is None else treatment(mean, jnp.max(shares(weights)))
+
+
+def shares(weights: Array) -> Array:
+    """Of the clients in a mean."""
+    total = weights.sum()
+    return weights / jnp.where(total > 0, total, 1)
 
 
 # ------------------------------------------------------------------------------------------------- who takes part

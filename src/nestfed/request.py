@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from nestfed.border import OUTPUTS
 from nestfed.core import UserError
 from nestfed.methods import Kind, nearest
+from nestfed.privacy import CentralDP, Guarantee, LocalDP
 from nestfed.staged import Budget
 from nestfed.tasks import TASKS
 
@@ -28,6 +29,11 @@ class Request:
     dropout: float = 0.0
     evaluations: int = 100
     output: str | None = None
+    privacy: str | None = None
+    clip: float | None = None
+    noise_multiplier: float | None = None
+    delta: float | None = None
+    epsilon_budget: float | None = None
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -79,7 +85,28 @@ class Request:
                 raise UserError(f"{name}={value!r} was given; it must be a whole number, 1 or more.")
         if self.output is not None and self.output not in OUTPUTS:
             raise UserError(f"output={self.output!r} was given; use one of {', '.join(OUTPUTS)}.")
-        return Budget(self.rounds, self.cohort, self.dropout, self.evaluations, self.output)
+        return Budget(self.rounds, self.cohort, self.dropout, self.evaluations, self.output, self.guarantee)
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """The differential privacy that was asked for."""
+        given = {name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "epsilon_budget")}
+        kinds: dict[str, type[Guarantee]] = {"local": LocalDP, "central": CentralDP}
+        if self.privacy is None:
+            said = [name for name, value in given.items() if value is not None]
+            if said:
+                raise UserError(f"{said[0]} was given without privacy; say who is trusted: privacy local or central.")
+            return None
+        if self.privacy not in kinds:
+            raise UserError(f"privacy={self.privacy!r} was given; use 'local' or 'central'.")
+        if self.clip is None or self.noise_multiplier is None:
+            raise UserError(
+                "privacy needs clip (largest norm of an upload) and noise_multiplier (noise / sensitivity)."
+            )
+        return kinds[self.privacy](
+            clip=self.clip, noise_multiplier=self.noise_multiplier, budget=self.epsilon_budget,
+            delta=1e-5 if self.delta is None else self.delta,
+        )  # fmt: skip
 
     def changes(self, method: str) -> dict[str, Any]:
         """The user's settings of one method: `lr` is for all of them, `fedbio.lr` for one."""
@@ -98,7 +125,10 @@ class Request:
     def settings(self) -> dict[str, Any]:
         """As a TOML file says it."""
         said = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
-        for name in ("rounds", "cohort", "dropout", "evaluations", "output"):
+        for name in (
+            "rounds", "cohort", "dropout", "evaluations", "output",
+            "privacy", "clip", "noise_multiplier", "delta", "epsilon_budget",
+        ):  # fmt: skip
             if getattr(self, name) != getattr(Request, name):
                 said[name] = getattr(self, name)
         plain = {key: list(v) if isinstance(v, tuple) else v for key, v in said.items()}

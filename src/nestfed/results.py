@@ -61,8 +61,9 @@ def make_record(
             "started": started,
             "seconds": round(seconds, 1),
             "status": DIVERGED if failed else FINISHED,
-            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *kind.notes(first)],
-        },
+            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *_about_uploads(kind, traces), *kind.notes(first)],
+        }
+        | _privacy(traces),
         history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
         final=pd.DataFrame(finals),
         slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
@@ -71,6 +72,28 @@ def make_record(
         cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
         lines=pd.concat(lines, ignore_index=True) if lines else pd.DataFrame(columns=pd.Index(LINE_COLUMNS)),
     )
+
+
+def _about_uploads(kind: Kind, traces: Sequence[Trace]) -> list[str]:
+    """What the stages have to say about their uploads: once per method, of the first seed that says anything."""
+    said: dict[str, list[str]] = {}
+    for trace in traces:
+        named = lambda stage: f", {stage.name}" if len(trace.stages) > 1 else ""
+        found = [f"{named(stage)}, seed {trace.seed}: {note}" for stage in trace.stages for note in stage.notes]
+        if found:
+            said.setdefault(trace.method, found)
+    return [kind.method(method).title + note for method, notes in said.items() for note in notes]
+
+
+def _privacy(traces: Sequence[Trace]) -> dict[str, Any]:
+    """What every method has spent, by its last stage: stages count what was spent before them."""
+    spent = {
+        trace.method: stage.spending.summary(stage.done)
+        for trace in traces
+        for stage in trace.stages[-1:]
+        if stage.spending is not None
+    }
+    return {"privacy": spent} if spent else {}
 
 
 SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")

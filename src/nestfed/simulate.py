@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed import checkpoint as checkpoints
-from nestfed import engine
+from nestfed import cost, engine, privacy
 from nestfed.border import as_key, check_positive, check_select, make_plan
 from nestfed.core import Algorithm, Array, PyTree, Task, UserError
 from nestfed.engine import Plan, Run, begin_all, collective, finite
 from nestfed.history import History
+from nestfed.privacy import Spending, Transform, Uploads
 from nestfed.program import Call, Exchange, Step, choose_cohort, seated, take_step
 from nestfed.progress import Progress
 
@@ -37,6 +38,15 @@ class Result:
     run: Run
     history: dict[str, np.ndarray]  # "round" and the metrics, one entry per evaluation; round 0 is the start
     participants: np.ndarray  # clients that took part, one entry per round
+    notes: tuple[str, ...] = ()  # what a reader of the numbers must know
+    spending: Spending | None = None  # of privacy, where `uploads` has a guarantee
+
+    @property
+    def spent(self) -> tuple[tuple[Spending, int], ...]:
+        """What has been spent of privacy on these data, for the `earlier` of a guarantee."""
+        if self.spending is None:
+            return ()
+        return (*self.spending.guarantee.earlier, (self.spending, int(self.run.round)))
 
     @property
     def server(self) -> Any:
@@ -78,7 +88,7 @@ class Interrupted(KeyboardInterrupt):
 def start(algorithm: Algorithm, task: Task, seed: Any = 0, **options: Any) -> Run:
     """The run before its first round. Options are those of `simulate` that shape the state."""
     plan, _ = make_plan(algorithm, task, **options)
-    return engine.start(algorithm, task, as_key(seed), plan)
+    return engine.start(algorithm, task, as_key(seed), plan, privacy.transforms_of(options.get("uploads", ())))
 
 
 def advance(
@@ -90,11 +100,12 @@ def advance(
     """
     plan, rate = make_plan(algorithm, task, dropout=dropout, **options)
     check_positive("rounds", rounds)
+    uploads = privacy.transforms_of(options.get("uploads", ()))
     key, history, end = as_key(seed), History(), int(run.round) + rounds
     while int(run.round) < end and int(run.diverged) < 0:
         first = int(run.round)
         length = min(end - first, engine.CAPACITY)
-        run, rows = engine.advance(algorithm, task, key, run, first, length, rate, plan)
+        run, rows = engine.advance(algorithm, task, key, run, first, length, rate, plan, uploads)
         history.extend(rows, first, int(run.round) - first, plan.evaluate_every)
     return run, history.arrays()
 
@@ -120,6 +131,7 @@ def simulate(
     unsynced: bool = False,
     client_axis: str = "auto",
     client_chunk: int | None = None,
+    uploads: Uploads = (),
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
@@ -137,6 +149,10 @@ def simulate(
                       (smallest value; use one computed on validation data)
     unsynced          keep each client's state before the last step of its round, for diagnostics of client drift
     client_axis       "vmap" (clients side by side), "map" (client after client, `client_chunk` at a time), or "auto"
+    uploads           what happens to uploads on their way (`privacy`): transforms, or a guarantee such as LocalDP.
+                      With noise the history has `signal_to_noise` (norm of the mean of the uploads / norm of the noise
+                      in it), with a clip `clipped_uploads`, with a guarantee `epsilon`; a run ends before a round that
+                      would exceed the guarantee's budget, and says so in `Result.notes`
     checkpoint        a file that holds the run from time to time (or every `checkpoint_every` rounds), at the end, and
                       when the run is interrupted or diverges; `resume=True` goes on from it, bit for bit
     progress          show a progress bar; None: if standard error is a terminal; `title` stands beside it
@@ -155,26 +171,49 @@ def simulate(
         unsynced=unsynced,
         client_axis=client_axis,
         client_chunk=client_chunk,
+        uploads=uploads,
     )
     check_positive("rounds", rounds)
+    spending = cost.spending(algorithm, task, uploads, cohort=plan.cohort)
     if checkpoint_every is not None:
         check_positive("checkpoint_every", checkpoint_every)
         if checkpoint is None:
             raise UserError("checkpoint_every was given without checkpoint; give the path of a file.")
     # On the device once: NumPy arrays would be copied there for every piece of the run.
     task = jax.device_put(task)
-    work = _Work(algorithm, task, as_key(seed), plan, rate, None if checkpoint is None else Path(checkpoint))
+    work = _Work(
+        algorithm,
+        task,
+        as_key(seed),
+        plan,
+        rate,
+        None if checkpoint is None else Path(checkpoint),
+        privacy.transforms_of(uploads),
+        spending,
+        rounds,
+    )
     with _Interrupts() as interrupts:
-        work.begin(rounds, resume=resume, dropout=dropout)
+        work.begin(resume=resume, dropout=dropout)
         with Progress(title or type(algorithm).__name__, rounds, work.done, progress) as bar:
-            work.go_on(rounds, checkpoint_every, bar, interrupts)
+            work.go_on(checkpoint_every, bar, interrupts)
     return work.result()
 
 
 class _Work:
     """A run on its way: its state and history, and the file that holds them from time to time."""
 
-    def __init__(self, algorithm: Algorithm, task: Task, key: Array, plan: Plan, dropout: Array, path: Path | None):
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        task: Task,
+        key: Array,
+        plan: Plan,
+        dropout: Array,
+        path: Path | None,
+        uploads: tuple[Transform, ...],
+        spending: Spending | None,
+        rounds: int,
+    ):
         self.algorithm, self.task, self.key, self.plan, self.dropout, self.path = (
             algorithm,
             task,
@@ -183,6 +222,9 @@ class _Work:
             dropout,
             path,
         )
+        self.uploads, self.spending, self.rounds = uploads, spending, rounds
+        self.end = rounds if spending is None else spending.rounds_within(rounds)
+        self.recorded = dict.fromkeys(privacy.columns(uploads), np.nan)  # about the uploads of the last round
         self.identity: dict[str, str] = {}
         self.run: Run
         self.history = History()
@@ -191,20 +233,26 @@ class _Work:
     def done(self) -> int:
         return int(self.run.round)
 
-    def begin(self, rounds: int, *, resume: bool, dropout: float) -> None:
+    def spent(self, round: int) -> dict[str, float]:
+        """Of privacy, up to a round."""
+        return {} if self.spending is None else {privacy.EPSILON: self.spending.epsilon(round)}
+
+    def begin(self, *, resume: bool, dropout: float) -> None:
         """From the checkpoint, or from the start."""
+        rounds = self.rounds
         inputs, plan = (self.algorithm, self.task, self.key), self.plan
         if self.path:
             shaping = {
                 name: getattr(plan, name) for name in ("cohort", "evaluate_every", "output", "select", "unsynced")
             }
+            shaping |= {"uploads": self.uploads} if self.uploads else {}
             self.identity = checkpoints.identity(*inputs, dropout=dropout, **shaping)
             if self.path.exists() and not resume:
                 raise checkpoints.CheckpointError(
                     f"{self.path} exists. Give resume=True to go on from it, or another path; it was left as it is."
                 )
         if self.path and self.path.exists():
-            like = jax.eval_shape(lambda: engine.start(*inputs, plan))
+            like = jax.eval_shape(lambda: engine.start(*inputs, plan, self.uploads))
             self.run, log = checkpoints.load(self.path, self.identity, like)
             self.history = History.restored(log)
             if self.done > rounds:
@@ -212,13 +260,15 @@ class _Work:
                     f"{self.path} has done {self.done} rounds already, more than rounds={rounds}; it was left as it is."
                 )
         else:
-            self.run = engine.start(*inputs, plan)
+            self.run = engine.start(*inputs, plan, self.uploads)
             self.check_divergence()
-            self.history.add(0, engine.evaluate(*inputs, self.run, plan))
+            self.history.add(0, engine.evaluate(*inputs, self.run, plan) | self.recorded | self.spent(0))
         check_select(plan.select, self.history.latest())
 
-    def go_on(self, rounds: int, checkpoint_every: int | None, bar: Progress, interrupts: "_Interrupts") -> None:
-        """In pieces to the end. A piece takes about half a second: a lively bar, and a prompt Ctrl-C."""
+    def go_on(self, checkpoint_every: int | None, bar: Progress, interrupts: "_Interrupts") -> None:
+        """In pieces to the end, or to where the privacy budget is spent. A piece takes about half a second: a lively
+        bar, and a prompt Ctrl-C."""
+        rounds = self.end
         piece, saved_at = 1, time.monotonic()
         while self.done < rounds:
             first = self.done
@@ -226,14 +276,14 @@ class _Work:
             if checkpoint_every:
                 length = min(length, checkpoint_every - first % checkpoint_every)
             began = time.monotonic()
-            self.run, rows = jax.block_until_ready(
-                engine.advance(self.algorithm, self.task, self.key, self.run, first, length, self.dropout, self.plan)
-            )
+            inputs = self.algorithm, self.task, self.key, self.run, first, length, self.dropout, self.plan, self.uploads
+            self.run, rows = jax.block_until_ready(engine.advance(*inputs))
             speed = length / max(time.monotonic() - began, 1e-9)
             piece = max(1, min(4 * piece, int(speed * 0.5)))
-            self.history.extend(rows, first, self.done - first, self.plan.evaluate_every)
+            self.history.extend(rows, first, self.done - first, self.plan.evaluate_every, self.spent)
             self.check_divergence()
-            bar.update(self.done, speed, self.history.latest())
+            self.recorded = {name: np.asarray(rows[name])[length - 1] for name in self.recorded}
+            bar.update(self.done, speed, self.history.latest() | self.spent(self.done))
             due = self.done % checkpoint_every == 0 if checkpoint_every else time.monotonic() - saved_at > 30
             if interrupts.pending:
                 self.save()
@@ -242,8 +292,9 @@ class _Work:
             if due and self.done < rounds:
                 self.save()
                 saved_at = time.monotonic()
-        if not self.history.has(rounds):
-            self.history.add(rounds, engine.evaluate(self.algorithm, self.task, self.key, self.run, self.plan))
+        if not self.history.has(self.done):
+            values = engine.evaluate(self.algorithm, self.task, self.key, self.run, self.plan)
+            self.history.add(self.done, values | self.recorded | self.spent(self.done))
         self.save()
 
     def check_divergence(self) -> None:
@@ -251,7 +302,7 @@ class _Work:
             if self.done:
                 self.save()
             message, round, field, client = _diagnosis(
-                self.algorithm, self.task, self.key, self.run, self.dropout, self.plan
+                self.algorithm, self.task, self.key, self.run, self.dropout, self.plan, self.uploads
             )
             kept = f" The last finite state is in {self.path}." if self.path and self.done else ""
             raise Diverged(message + kept, self.result(), round=round, field=field, client=client)
@@ -261,7 +312,10 @@ class _Work:
             checkpoints.save(self.path, self.identity, self.run, self.history.arrays())
 
     def result(self) -> Result:
-        return Result(self.algorithm, self.task, self.run, self.history.evaluations(), self.history.participants())
+        history = self.history.evaluations()
+        notes = privacy.remarks(history, self.spending, self.rounds)
+        participants = self.history.participants()
+        return Result(self.algorithm, self.task, self.run, history, participants, notes, self.spending)
 
 
 class _Interrupts:
@@ -289,7 +343,13 @@ class _Interrupts:
 
 
 def _diagnosis(
-    algorithm: Algorithm, task: Task, key: Array, run: Run, dropout: Array, plan: Plan
+    algorithm: Algorithm,
+    task: Task,
+    key: Array,
+    run: Run,
+    dropout: Array,
+    plan: Plan,
+    uploads: tuple[Transform, ...],
 ) -> tuple[str, int, str, int | None]:
     """(message, round, field, client): repeat the failed round step by step from the last finite state, to say what
     went wrong first, and at whom."""
@@ -300,7 +360,7 @@ def _diagnosis(
 
     seats = choose_cohort(task, key, jnp.asarray(round), plan.cohort, dropout if plan.dropout else None)
     present = np.asarray(seats.weight > 0)
-    call = Call(key, jnp.asarray(round), run.server, jnp.asarray(present.sum() / task.clients))
+    call = Call(key, jnp.asarray(round), run.server, jnp.asarray(present.sum() / task.clients), uploads)
     clients = jax.tree.map(lambda a: a[seats.position], run.clients)
     states = begin_all(algorithm, run.server, clients, seats.slot.size)
     index = 0
@@ -334,7 +394,7 @@ def _watched_step(algorithm, task, phase, sync, call, index, states, seats):
 
     def one_client(state, seat):
         together, well = collective(seat), [jnp.asarray(True)]
-        mean = lambda tree: (well.append(finite(tree)), together.mean(tree))[1]
+        mean = lambda tree, treatment: (well.append(finite(tree)), together.mean(tree, treatment))[1]
         gather = lambda tree, reply, key: (well.append(finite(tree)), together.gather(tree, reply, key))[1]
         step = Step(phase, index, sync)
         state = take_step(algorithm, task, step, state, seated(task, seat, call), call, Exchange(mean, gather))

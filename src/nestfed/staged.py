@@ -12,7 +12,8 @@ import numpy as np
 from nestfed import cost
 from nestfed.border import cohort_size
 from nestfed.core import Algorithm, Task, UserError
-from nestfed.methods import Kind, Setup, Stage
+from nestfed.methods import Kind, Setup
+from nestfed.privacy import Guarantee, Spending, Uploads, remarks
 from nestfed.simulate import Diverged, simulate
 from nestfed.sweep import sweep
 
@@ -34,6 +35,13 @@ class StageTrace:
     cost: cost.Cost
     clients: int
     output: str  # the rule that chose the state it left
+    notes: tuple[str, ...] = ()  # what a reader of its numbers must know
+    spending: Spending | None = None  # of privacy, with that of the stages before
+
+    @property
+    def done(self) -> int:
+        """Rounds: fewer than asked for where it diverged or its privacy budget was spent."""
+        return len(self.participants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +54,11 @@ class Trace:
     stages: tuple[StageTrace, ...] = ()
     server: Any = None
     status: str = FINISHED
+
+    @property
+    def spent(self) -> tuple[tuple[Spending, int], ...]:
+        """Of privacy, by all stages so far."""
+        return tuple((stage.spending, stage.done) for stage in self.stages if stage.spending is not None)
 
     def extended(self, stage: StageTrace, server: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
         status = DIVERGED if DIVERGED in (status, self.status) else status
@@ -63,13 +76,19 @@ class Budget:
     dropout: float = 0.0
     evaluations: int = 100  # about so many in every stage
     output: str | None = None  # which iterate of the last stage counts; None: what the method's paper returns
+    privacy: Guarantee | None = None  # its budget is for all stages of a method, which get equal parts
 
     def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
         return self.rounds or max(1, kind.steps // algorithm.local_steps)
 
-    def options(self, rounds: int, kind: Kind, stage: Stage, *, last: bool) -> dict[str, Any]:
-        """Of `simulate` or `sweep`, for one stage; the user's choice of output is about the last one."""
-        output = (self.output if last else None) or stage.output
+    def options(self, rounds: int, kind: Kind, trace: Trace) -> dict[str, Any]:
+        """Of `simulate` or `sweep`, for the next stage; the user's choice of output is about the last one."""
+        stages, number = kind.method(trace.method).stages, len(trace.stages)
+        output = (self.output if number + 1 == len(stages) else None) or stages[number].output
+        guarantee = self.privacy
+        if guarantee is not None:
+            part = None if guarantee.budget is None else guarantee.budget * (number + 1) / len(stages)
+            guarantee = dataclasses.replace(guarantee, earlier=trace.spent, budget=part)
         return {
             "rounds": rounds,
             "output": output,
@@ -77,6 +96,7 @@ class Budget:
             "cohort": self.cohort,
             "dropout": self.dropout,
             "evaluate_every": max(1, rounds // self.evaluations),
+            "uploads": () if guarantee is None else guarantee,
         }
 
 
@@ -110,9 +130,7 @@ def run_method(
     trace = Trace(name, seed, {})
     for stage, algorithm in zip(method.stages, algorithms, strict=True):
         task = stage.task(setup, trace.server)
-        options = budget.options(
-            budget.rounds_of(kind, algorithm), kind, stage, last=len(trace.stages) + 1 == len(method.stages)
-        )
+        options = budget.options(budget.rounds_of(kind, algorithm), kind, trace)
         title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
         try:
             result, status = simulate(
@@ -122,8 +140,9 @@ def run_method(
         except Diverged as error:
             result, status = error.result, DIVERGED
         done = StageTrace(
-            stage.name, options["rounds"], result.history, result.participants, ledger(algorithm, task, budget.cohort),
-            task.clients, options["output"],
+            stage.name, options["rounds"], result.history, result.participants,
+            ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], result.notes,
+            result.spending,
         )  # fmt: skip
         trace = trace.extended(done, result.output, status, {})
         if status == DIVERGED:
@@ -131,8 +150,8 @@ def run_method(
     return trace
 
 
-def ledger(algorithm: Algorithm, task: Task, cohort: int | float | None) -> cost.Cost:
-    return cost.measure(algorithm, task, cohort=cohort_size(cohort, task.clients))
+def ledger(algorithm: Algorithm, task: Task, cohort: int | float | None, uploads: Uploads = ()) -> cost.Cost:
+    return cost.measure(algorithm, task, cohort=cohort_size(cohort, task.clients), uploads=uploads)
 
 
 def sweep_method(
@@ -174,13 +193,13 @@ def sweep_next_stage(
     lengths = [budget.rounds_of(kind, algorithm) for algorithm in algorithms]
     for rounds in sorted(set(lengths)):
         members = [i for i, length in enumerate(lengths) if length == rounds]
-        options = budget.options(rounds, kind, stage, last=number == len(method.stages) - 1)
+        options = budget.options(rounds, kind, traces[0])  # all traces have spent the same
         done = sweep(
             [algorithms[i] for i in members], tasks, [trace.seed for trace in traces], **options,
             title=f"{method.title}, {stage.name}", progress=progress,
         )  # fmt: skip
         for row, i in enumerate(members):
-            price = ledger(algorithms[i], tasks[0], budget.cohort)
+            price = ledger(algorithms[i], tasks[0], budget.cohort, options["uploads"])
             for column, trace in enumerate(traces):
                 own_part = lambda key, values: values if key == "round" else values[row, column]
                 history = {key: own_part(key, values) for key, values in done.history.items()}
@@ -193,6 +212,8 @@ def sweep_next_stage(
                     price,
                     tasks[0].clients,
                     options["output"],
+                    remarks(history, done.spending[row], rounds),
+                    done.spending[row],
                 )
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server

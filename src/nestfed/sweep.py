@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nestfed import engine
-from nestfed.border import as_key, check_positive, check_select, make_plan
+from nestfed import cost, engine, privacy
+from nestfed.border import as_key, check_positive, check_select, cohort_size, make_plan
 from nestfed.core import Array, PyTree, Task, UserError, static, struct
 from nestfed.engine import Plan, Run
+from nestfed.privacy import Spending, Transform
 from nestfed.progress import Progress
 
 
@@ -27,6 +28,7 @@ class Sweep:
     diverged: np.ndarray  # [settings, seeds]: the round in which a value became non-finite, or -1
     participants: np.ndarray  # [settings, seeds, rounds]: clients that took part
     runs: list[Run]  # one per setting, every leaf [seeds, ...]
+    spending: list[Spending | None]  # of privacy, one per setting; all of them end where the first budget is spent
 
     def best(self, metric: str) -> int:
         """The setting with the smallest final value of a metric (use one of validation data), averaged over seeds;
@@ -75,6 +77,16 @@ def sweep(
         make_plan(pair[0], _with_problem(first, pair[1]), dropout=dropout, **options)
         groups.setdefault(jax.tree.structure(pair), []).append(i)
 
+    uploads = privacy.transforms_of(options.get("uploads", ()))
+    spendings: list[Spending | None] = [None] * len(pairs)
+    for members in groups.values():
+        algorithm, problem = pairs[members[0]]
+        size, given = cohort_size(options.get("cohort"), first.clients), options.get("uploads", ())
+        spending = cost.spending(algorithm, _with_problem(first, problem), given, cohort=size)
+        for i in members:
+            spendings[i] = spending
+    rounds = min([rounds, *(s.rounds_within(rounds) for s in spendings if s is not None)])
+
     batch = jax.device_put(batch)  # once, not for every piece of every sweep
     runs: list[Any] = [None] * len(pairs)
     histories: list[Any] = [None] * len(pairs)
@@ -86,10 +98,16 @@ def sweep(
             plan, rate = make_plan(algorithm, _with_problem(first, problem), dropout=dropout, **options)
             number = lambda a: jnp.asarray(a, jnp.result_type(float) if isinstance(a, float) else None)
             stacked = jax.tree.map(lambda *a: jnp.stack([number(v) for v in a]), *[pairs[i] for i in members])
-            run, when, history, present = _sweep_group(stacked, batch, keys, rounds, rate, plan, bar, offset=g * rounds)
+            run, when, history, present = _sweep_group(
+                stacked, batch, keys, rounds, rate, plan, uploads, bar, offset=g * rounds
+            )
             for row, i in enumerate(members):
                 runs[i] = jax.tree.map(lambda a: a[row], run)
                 histories[i] = {name: column[row] for name, column in history.items()}
+                spending = spendings[i]
+                if spending is not None:
+                    spent = np.asarray([spending.epsilon(round) for round in when])
+                    histories[i][privacy.EPSILON] = np.broadcast_to(spent, (len(seeds), len(when)))
                 participants[i] = present[row]
     columns = {name: np.stack([h[name] for h in histories]) for name in histories[0]}
     return Sweep(
@@ -99,17 +117,30 @@ def sweep(
         diverged=np.stack([np.asarray(run.diverged) for run in runs]),
         participants=np.stack(participants),
         runs=runs,
+        spending=spendings,
     )
 
 
 def _sweep_group(
-    stacked: Any, batch: "_TaskBatch", keys: Array, rounds: int, rate: Array, plan: Plan, bar: Progress, offset: int
+    stacked: Any,
+    batch: "_TaskBatch",
+    keys: Array,
+    rounds: int,
+    rate: Array,
+    plan: Plan,
+    uploads: tuple[Transform, ...],
+    bar: Progress,
+    offset: int,
 ) -> tuple[Run, np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """All settings of one structure x all seeds: (runs, evaluated rounds, history, clients that took part), leaves
     [settings, seeds, ...]."""
-    run = _start(stacked, batch, keys, plan)
+    run = _start(stacked, batch, keys, plan, uploads)
     evaluated: list[tuple[list[int], dict[str, Any]]] = []  # (rounds, values [settings, seeds, rounds, ...])
-    now = lambda: {name: v[:, :, None] for name, v in _evaluate(stacked, batch, keys, run, plan).items()}
+    shape = jax.tree.leaves(run)[0].shape[:2]
+    about_uploads = {name: np.full((*shape, 1), np.nan) for name in privacy.columns(uploads)}  # of the last round
+    now = lambda: (
+        {name: v[:, :, None] for name, v in _evaluate(stacked, batch, keys, run, plan).items()} | about_uploads
+    )
     evaluated.append(([0], now()))
     check_select(plan.select, evaluated[0][1])
     participants = []
@@ -117,10 +148,11 @@ def _sweep_group(
     while first < rounds:
         length = min(piece, engine.CAPACITY, rounds - first)
         began = time.monotonic()
-        run, rows = jax.block_until_ready(_advance(stacked, batch, keys, run, first, length, rate, plan))
+        run, rows = jax.block_until_ready(_advance(stacked, batch, keys, run, first, length, rate, plan, uploads))
         speed = length / max(time.monotonic() - began, 1e-9)
         piece = max(1, min(4 * piece, int(speed)))
         participants.append(np.asarray(rows.pop("participants"))[:, :, :length])
+        about_uploads = {name: np.asarray(rows[name])[:, :, [length - 1]] for name in about_uploads}
         due = [i for i in range(length) if plan.evaluate_every and (first + i + 1) % plan.evaluate_every == 0]
         if due:
             rows = {name: np.asarray(v)[:, :, due] for name, v in rows.items()}
@@ -211,8 +243,8 @@ def _side_by_side(function, stacked, batch, keys, *runs):
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _start(stacked, batch, keys, plan):
-    return _side_by_side(lambda a, t, key: engine.start(a, t, key, plan), stacked, batch, keys)
+def _start(stacked, batch, keys, plan, uploads):
+    return _side_by_side(lambda a, t, key: engine.start(a, t, key, plan, uploads), stacked, batch, keys)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
@@ -221,6 +253,6 @@ def _evaluate(stacked, batch, keys, run, plan):
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _advance(stacked, batch, keys, run, first, length, rate, plan):
-    go_on = lambda a, t, key, run: engine.advance(a, t, key, run, first, length, rate, plan)
+def _advance(stacked, batch, keys, run, first, length, rate, plan, uploads):
+    go_on = lambda a, t, key, run: engine.advance(a, t, key, run, first, length, rate, plan, uploads)
     return _side_by_side(go_on, stacked, batch, keys, run)

@@ -95,6 +95,7 @@ def run(
     rounds         of every stage; without it the task's number of local steps decides
     cohort, dropout, evaluations     as in `simulate`; about `evaluations` evaluations in every stage
     output         which iterate counts: "last", "average", "random", or "best" on validation data
+    privacy        "local" or "central" differential privacy, with clip, noise_multiplier, delta and epsilon_budget
     set            settings of the algorithms: {"lr": 0.1, "fedbio.lower_lr": 0.5, "model.lr": 1.0}
     out, resume    the folder (runs/<name>); resume=True goes on with what is there
     and the options of the task: data, label, group, clients, partition, features, model, ...
@@ -347,10 +348,15 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         notes.insert(
             0, "The runs have different data or splits: equal seeds do not pair, read the differences with care."
         )
+    spent = {
+        label[method]: value
+        for record, label in zip(records, labels, strict=True)
+        for method, value in record.about.get("privacy", {}).items()
+    }
     folder = _claimed(out, RUNS / f"compare-{'-'.join(names)}")
     record = Record(
         settings={"compared": [str(folder) for folder in folders]},
-        about=first
+        about={key: value for key, value in first.items() if key != "privacy"}
         | {
             "name": folder.name,
             "command": shlex.join(["nestfed", "compare", *map(str, folders)]),
@@ -359,7 +365,8 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
             "seeds": sorted({seed for record in records for seed in record.about["seeds"]}),
             "seconds": round(sum(record.about["seconds"] for record in records), 1),
             "notes": list(dict.fromkeys(notes)),
-        },
+        }
+        | ({"privacy": spent} if spent else {}),
         history=renamed("history"),
         final=renamed("final"),
         slices=renamed("slices"),
@@ -381,12 +388,13 @@ def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
     """What every method costs one client on a task: the ledger of a round, read off the traced programs."""
     request = Request.of({"task": task, **settings})
     kind, setup = request.kind, request.kind.set_up(request.seed_list[0])
+    guarantee = request.guarantee
     rows = []
     for name in request.methods if request.algorithm is not None else kind.methods:
         method, before = kind.method(name), None
         for stage, algorithm in zip(method.stages, method.algorithms(setup, request.changes(name)), strict=True):
             problem_task = stage.task(setup, before)
-            price = ledger(algorithm, problem_task, request.cohort)
+            price = ledger(algorithm, problem_task, request.cohort, () if guarantee is None else guarantee)
             rounds = request.budget.rounds_of(kind, algorithm)
             rows.append(
                 {

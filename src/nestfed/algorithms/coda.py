@@ -68,7 +68,11 @@ class CODAPlus(Algorithm):
 
     def step(self, problem, s, draw, fed):
         s = self.local_step(problem, s, draw, fed)
-        return self.synchronised(problem, s, fed, fed.mean(self.message(s, fed))) if fed.sync else s
+        if not fed.sync:
+            return s
+        return self.synchronised(
+            problem, s, fed, fed.mean(self.message(s, fed), around=(fed.server.x, fed.server.alpha))
+        )
 
     def local_step(self, problem, s, draw, fed, corrections=None):
         """A step of (x, alpha), added to the client's sums."""
@@ -139,7 +143,7 @@ class CODASCA(CODAPlus):
             (s.alpha - fed.server.alpha) / (self.local_steps * dual_lr),
         )
         change = jax.tree.map(jnp.subtract, moved, s.common)
-        answer, mean_change = fed.mean((self.message(s, fed), change))
+        answer, mean_change = fed.mean((self.message(s, fed), change), around=((fed.server.x, fed.server.alpha), None))
         follow = lambda c, dc: c + fed.share.astype(c.dtype) * dc
         return self.synchronised(problem, s, fed, answer)._replace(
             common=jax.tree.map(follow, s.common, mean_change), own=jax.tree.map(jnp.add, s.own, change)

@@ -38,4 +38,4 @@ class ComFedL(Algorithm):
     def step(self, problem, s, draw, fed):
         y, pull = problem.inner_vjp(s.x, draw(0))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, draw(1)))
-        return self.State(problem.feasible_x(fed.mean(x)) if fed.sync else x)
+        return self.State(problem.feasible_x(fed.mean(x, around=fed.server.x)) if fed.sync else x)

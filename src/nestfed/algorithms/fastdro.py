@@ -73,7 +73,7 @@ class FastDRO(Algorithm):
         reply = lambda losses, cohort, slot, key: self.answer(losses, cohort.weights, key)[slot]
         factors = fed.gather(losses, reply=reply)
         x = s.x - at(self.lr, fed.t) * problem.weighted_gradient(s.x, factors, draw(0))
-        return self.State(problem.feasible_x(fed.mean(x)))
+        return self.State(problem.feasible_x(fed.mean(x, around=s.x)))
 
     def answer(self, losses, weights, key):
         """[clients, b]: what each client multiplies its losses with, so that the mean over clients is sum p_i l_i."""

@@ -52,7 +52,7 @@ class FCSG(Algorithm):
 
     def step(self, problem, s, draw, fed):
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * problem.gradient(s.x, draw(0)))
-        return self.State(problem.feasible_x(fed.mean(x)) if fed.sync else x)
+        return self.State(problem.feasible_x(fed.mean(x, around=fed.server.x)) if fed.sync else x)
 
 
 @struct
@@ -96,7 +96,7 @@ class FCSGM(Algorithm):
         u = (1 - beta) * s.u + beta * problem.gradient(s.x, draw(0))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * u)
         if fed.sync:
-            x, u = fed.mean((x, u))
+            x, u = fed.mean((x, u), around=(fed.server.x, fed.server.u))
             x = problem.feasible_x(x)
         return self.State(x, u)
 
@@ -137,7 +137,7 @@ class AccFCSGM(FCSGM):
         lr, x_prev = at(self.lr, fed.t), s.x
         x = problem.feasible_x(s.x - lr * u)
         if fed.sync:
-            x, u = fed.mean((x, u))
+            x, u = fed.mean((x, u), around=(fed.server.x, fed.server.u))
             x_prev = x + lr * u if self.prev == "mean" else x_prev
             x = problem.feasible_x(x)
         return self.State(x, u, x_prev)

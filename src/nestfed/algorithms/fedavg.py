@@ -39,7 +39,7 @@ class FedAvg(Algorithm):
     def step(self, problem, s, draw, fed):
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * self.direction(problem, s, draw, fed))
         if fed.sync:
-            x = problem.feasible_x(fed.mean(x))
+            x = problem.feasible_x(fed.mean(x, around=fed.server.x))
         return s._replace(x=x)
 
 

@@ -43,7 +43,7 @@ class FedAvgCO1(Algorithm):
 
     def descend(self, problem, s, pull, y, batch, fed):
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, batch))
-        return self.State(problem.feasible_x(fed.mean(x)) if fed.sync else x)
+        return self.State(problem.feasible_x(fed.mean(x, around=fed.server.x)) if fed.sync else x)
 
 
 @struct

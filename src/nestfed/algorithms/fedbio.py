@@ -73,7 +73,7 @@ class FedBiO(Algorithm):
         y = problem.feasible_y(s.y - at(self.lower_lr, fed.t) * omega)
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * nu)
         if fed.sync:
-            x = problem.feasible_x(fed.mean(x))
+            x = problem.feasible_x(fed.mean(x, around=fed.server.x))
         return self.State(x, y)
 
 
@@ -175,7 +175,7 @@ class FedBiOAcc(Algorithm):
 
         x, own_x = s.x, s.x
         if fed.sync:
-            x, nu = fed.mean((x, nu))
+            x, nu = fed.mean((x, nu), around=(fed.server.x, fed.server.nu))
         alpha = self.alpha(fed.t).astype(x.dtype)
         return self.State(
             x=problem.feasible_x(x - self.lr * alpha * nu),

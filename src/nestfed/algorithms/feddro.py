@@ -75,12 +75,12 @@ class FedDRO(Algorithm):
 
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
         if not fed.sync:
-            y = fed.mean(rest + problem.inner_value(x, batch))
+            y = fed.mean(rest + problem.inner_value(x, batch), around=s.y)
         elif self.order == "consistent":
-            x = problem.feasible_x(fed.mean(x))
-            y = fed.mean(rest + problem.inner_value(x, batch))
+            x = problem.feasible_x(fed.mean(x, around=fed.server.x))
+            y = fed.mean(rest + problem.inner_value(x, batch), around=s.y)
         else:
-            x, y = fed.mean((x, rest + problem.inner_value(x, batch)))
+            x, y = fed.mean((x, rest + problem.inner_value(x, batch)), around=(fed.server.x, s.y))
             x = problem.feasible_x(x)
         y, outside = problem.into_domain(y, batch)
         return self.State(x, y, s.projections + outside)
@@ -127,7 +127,8 @@ class DSFedDRO(Algorithm):
         return self.server_step(problem, s, draw(1), fed) if fed.sync else s
 
     def server_step(self, problem, s, batch, fed):
-        (x, y), before, memory = fed.mean((s.x, s.y)), fed.server, s.memory
+        before, memory = fed.server, s.memory
+        x, y = fed.mean((s.x, s.y), around=(before.x, before.y))
         if self.optimizer is None:
             x = before.x + self.server_lr * (x - before.x)
         else:

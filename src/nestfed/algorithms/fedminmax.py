@@ -62,7 +62,8 @@ class FedMinMax(Algorithm):
         gradient, _ = problem.gradients(s.x, s.alpha, draw(0))
         risks, counts = problem.risks(s.x, draw(0))
         q = (jnp.where(counts > 0, risks * counts, 0) / counts.sum()).astype(s.mu.dtype)
-        x, q = fed.mean((problem.feasible_x(s.x - at(self.lr, fed.t) * gradient), q))
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
+        x, q = fed.mean((x, q), around=(s.x, None))
         mu = nearest_weights(s.mu + at(self.weight_lr, fed.t) * ratio(q, s.rho), s.rho > 0, self.floor)
         return s._replace(x=problem.feasible_x(x), alpha=ratio(mu, s.rho), mu=mu)
 

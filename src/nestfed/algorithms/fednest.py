@@ -76,7 +76,7 @@ class FedNest(Algorithm):
         def local(i, y_k):
             return problem.feasible_y(y_k - at(self.lower_lr, fed.t) / self.inner_steps * direction(y_k, draw(1 + i)))
 
-        return problem.feasible_y(fed.mean(lax.fori_loop(0, self.inner_steps, local, y)))
+        return problem.feasible_y(fed.mean(lax.fori_loop(0, self.inner_steps, local, y), around=y))
 
     # FedIHGP -----------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class FedNest(Algorithm):
         return s._replace(fx=fx, r=scale * fy, p=scale * fy, last=randint(fed.shared_key, (), 0, self.terms))
 
     def factor(self, problem, s, draw, fed):
-        r = fed.mean(s.r - self.neumann_lr * problem.hessian_vector(s.x, s.y, draw(0), s.r))
+        r = fed.mean(s.r - self.neumann_lr * problem.hessian_vector(s.x, s.y, draw(0), s.r), around=s.r)
         if self.truncation == "sum":
             return s._replace(r=r, p=s.p + r)
         n = fed.step - self.lower_rounds  # 1, 2, ..., N - 1
@@ -106,7 +106,7 @@ class FedNest(Algorithm):
         def local(i, x_k):
             return problem.feasible_x(x_k - at(self.lr, fed.t) / self.local_steps * direction(x_k, draw(1 + i)))
 
-        return problem.feasible_x(fed.mean(lax.fori_loop(0, self.local_steps, local, x)))
+        return problem.feasible_x(fed.mean(lax.fori_loop(0, self.local_steps, local, x), around=x))
 
 
 @struct

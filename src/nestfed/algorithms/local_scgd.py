@@ -82,7 +82,7 @@ class LocalSCGD(Algorithm):
     def synchronised(self, problem, s, fed):
         if not fed.sync:
             return s
-        mean = fed.mean(s if self.average_inner else s._replace(u=None))
+        mean = fed.mean(s if self.average_inner else s._replace(u=None), around=fed.server)
         return mean._replace(x=problem.feasible_x(mean.x), u=mean.u if self.average_inner else s.u)
 
 

@@ -49,7 +49,7 @@ class MBSGD(Algorithm):
         if self.plugin == "global":
             y = fed.mean(y)
         x = s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, draw(0))
-        return self.State(problem.feasible_x(fed.mean(x)))
+        return self.State(problem.feasible_x(fed.mean(x, around=s.x)))
 
 
 @struct
@@ -74,4 +74,4 @@ class Unconstrained(Algorithm):
 
     def step(self, problem, s, draw, fed):
         x = s.x - at(self.lr, fed.t) * problem.grad_extra(s.x, draw(0))
-        return self.State(problem.feasible_x(fed.mean(x)))
+        return self.State(problem.feasible_x(fed.mean(x, around=s.x)))

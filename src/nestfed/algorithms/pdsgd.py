@@ -55,6 +55,6 @@ class PDSGD(Algorithm):
         value, slope = problem.grad_constraint(s.x, j, draw(0))
         pressure = jnp.maximum(penalty * value + s.z[j], 0)
         x = s.x - at(self.lr, fed.t) * (gradient + pressure * slope)
-        x, excess = fed.mean((x, problem.constraint_value(s.x, other, draw(0))))
+        x, excess = fed.mean((x, problem.constraint_value(s.x, other, draw(0))), around=(s.x, None))
         rise = at(self.dual_lr, fed.t) * jnp.maximum(-s.z[other] / penalty, excess)
         return self.State(problem.feasible_x(x), s.z.at[other].add(rise))

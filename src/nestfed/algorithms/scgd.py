@@ -47,6 +47,6 @@ class SCGD(Algorithm):
     def step(self, problem, s, draw, fed):
         value, pull = problem.inner_vjp(s.x, draw(0))
         beta = at(self.beta, fed.t)
-        y = (1 - beta) * s.y + beta * fed.mean(value)
+        y = (1 - beta) * s.y + beta * fed.mean(value, around=s.y)
         x = s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, draw(0))
-        return self.State(problem.feasible_x(fed.mean(x)), y)
+        return self.State(problem.feasible_x(fed.mean(x, around=s.x)), y)

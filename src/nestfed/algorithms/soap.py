@@ -66,4 +66,6 @@ class SOAP(Algorithm):
         estimates = jnp.where(met, (1 - beta) * known + beta * y, y).astype(y.dtype)
         gradient = problem.composed_gradient(s.x, pull, estimates, sample)
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
-        return self.State(problem.feasible_x(fed.mean(x)) if fed.sync else x, s.u.at[places].set(estimates))
+        if fed.sync:
+            x = problem.feasible_x(fed.mean(x, around=fed.server.x))
+        return self.State(x, s.u.at[places].set(estimates))

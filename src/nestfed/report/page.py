@@ -129,8 +129,15 @@ def _facts(record: Record) -> list[tuple[str, str]]:
         ("clients", str(clients) if clients else ""),
         ("rounds", f"{rounds:,}"),
         ("wall time", duration(about["seconds"])),
+        ("privacy", _spent(about.get("privacy", {}))),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _spent(privacy: dict[str, Any]) -> str:
+    """The most that any method has spent."""
+    most = max(privacy.values(), key=lambda spent: spent["epsilon"], default=None)
+    return f"epsilon {most['epsilon']:.3g}, delta {most['delta']:g}" if most else ""
 
 
 def _details(record: Record) -> dict[str, dict[str, str]]:
