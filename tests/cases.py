@@ -13,12 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed import Algorithm, Rows, Task, make, struct
-from nestfed.problems import Bilevel, Compositional, Conditional, Constrained, Minimax, SingleLevel
+from nestfed.problems import (
+    Bilevel,
+    Compositional,
+    Conditional,
+    Constrained,
+    GaussianEncoder,
+    Minimax,
+    Personalised,
+    SingleLevel,
+)
 from nestfed.ranking import AveragePrecision
 from nestfed.robust import KL, MeanLoss
 
 FEATURES, BATCH = 3, 4
 INNER = 2  # entries of an inner value
+WIDTH, CLASSES = 2, 3  # of a representation, of labels
 
 
 @struct
@@ -125,6 +135,33 @@ class Blurred(Conditional):
         return 0.05 * jnp.sum(x**2)
 
 
+class Sorting:
+    """Classes by a linear head on a representation."""
+
+    def split(self, params):
+        return params["body"], params["head"]
+
+    def features(self, u, inputs, key):
+        return jnp.tanh(inputs @ u["matrix"] + u["bias"][None])
+
+    def head(self, v, z):
+        return z @ v
+
+    def loss(self, outputs, labels):
+        chosen = jnp.take_along_axis(outputs, labels[:, None], 1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(outputs, 1) - chosen)
+
+
+@struct
+class PlainSorting(Sorting, Personalised):
+    """The representation is a function of the input."""
+
+
+@struct
+class RandomSorting(Sorting, GaussianEncoder):
+    """The representation is drawn at random."""
+
+
 def rows(sizes=(8, 8, 8), seed=0, **options: Any) -> Rows:
     random = np.random.default_rng(seed)
     make_client = lambda n: (random.normal(size=(n, FEATURES)) + random.normal(), random.normal(size=n))
@@ -154,6 +191,21 @@ def on_rows(problem: Any, sizes=(8, 8, 8), **options: Any) -> Task:
     return Task.create(problem, rows(sizes), jnp.zeros(FEATURES), **{"batch_size": BATCH} | options)
 
 
+def sorted_rows(problem: Any, sizes=(8, 8, 8), **options: Any) -> Task:
+    """A client has two of the three classes; rows of a class lie in one direction."""
+    random = np.random.default_rng(1)
+
+    def make_client(k, n):
+        labels = (k + np.arange(n) % 2) % CLASSES
+        return random.normal(size=(n, FEATURES)) + 2 * np.eye(FEATURES)[labels], labels.astype(np.int32)
+
+    width = WIDTH * (2 if isinstance(problem, GaussianEncoder) else 1)
+    body = {"matrix": jnp.asarray(random.normal(size=(FEATURES, width))), "bias": jnp.zeros(width)}
+    start = {"body": body, "head": jnp.asarray(random.normal(size=(WIDTH, CLASSES)))}
+    data = Rows.from_clients([make_client(k, n) for k, n in enumerate(sizes)])
+    return Task.create(problem, data, start, **{"batch_size": BATCH} | options)
+
+
 def linear_scores(x, batch, key):
     inputs, _ = batch
     return inputs @ x
@@ -178,6 +230,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     "losses of rows": functools.partial(on_rows, MeanLoss(losses=squares, weight_decay=0.1)),
     "conditional": functools.partial(on_rows, Blurred(inner_samples=2)),
     "average precision": ranked,
+    "personalised": functools.partial(sorted_rows, PlainSorting()),
+    "random representation": functools.partial(sorted_rows, RandomSorting(draws=3)),
     "KL": functools.partial(on_rows, KL(losses=squares, price=2.0, weight_decay=0.1)),  # inner values are Scaled
 }
 
@@ -207,6 +261,7 @@ Q = 3  # Hessian-vector products
 LOWER = 2  # T_in: repetitions of the lower loop
 SINGLE: dict[str, Any] = {"lr": 0.05, "local_steps": STEPS}
 LOCAL: dict[str, Any] = {"local_steps": STEPS, "hypergradient.terms": Q}
+PERSONAL: dict[str, Any] = SINGLE | {"head_steps": STEPS, "clip": 0.5}
 NEST: dict[str, Any] = {
     "lr": 0.05, "lower_lr": 0.1, "terms": Q, "lower_rounds": LOWER, "inner_steps": 2, "local_steps": STEPS
 }  # fmt: skip
@@ -310,4 +365,30 @@ CASES: dict[str, Case] = {
     "coda-plus": Case(SINGLE | {"stage_steps": 3}, "minimax", lambda d, dual: d + dual, 1, {"GRAD": STEPS}, STEPS),
     "codasca": Case(SINGLE | {"stage_steps": 3}, "minimax", lambda d, dual: 2 * (d + dual), 1, {"GRAD": STEPS}, STEPS),
     "soap": Case(SINGLE, "average precision", lambda d, _: d, 1, {"VJP": STEPS}, STEPS),
+    # Clips are in reach of these gradients. A pass over all rows is two batches here.
+    "fedreco": Case(
+        PERSONAL | {"coupling": 1.0, "server_lr": 0.1}, "personalised", lambda d, _: d, 1,
+        {"GRAD": 2 * STEPS + 1}, 2 * STEPS + 1,
+    ),
+    # The table has a gradient of f and two of H; the first of these comes with the gradient of f.
+    "fedreco-pvr": Case(
+        PERSONAL | {"coupling": 1.0, "server_lr": 0.1}, "personalised", lambda d, _: d, 1,
+        {"GRAD": STEPS + 2 * STEPS + 2}, 2 * STEPS + 2,
+    ),
+    "ditto": Case(
+        SINGLE | {"clip": 0.5}, "personalised", lambda d, head: d + head, 1, {"GRAD": 2 * STEPS}, 2 * STEPS
+    ),
+    "fedrep": Case(PERSONAL, "personalised", lambda d, _: d, 1, {"GRAD": 2 * STEPS}, 2 * STEPS),
+    "fedbabu": Case(SINGLE | {"clip": 0.5}, "personalised", lambda d, _: d, 1, {"GRAD": STEPS}, STEPS),
+    # Two exchanges where the table has one, and the shares of the classes come back.
+    "fedpac": Case(
+        PERSONAL, "personalised", lambda d, head: d + head + 2 * CLASSES * WIDTH + CLASSES + 1, 2,
+        {"GRAD": 2 * STEPS, "VAL": 2}, 2 * STEPS + 4, down=lambda d, head: d + head + CLASSES * WIDTH + CLASSES,
+    ),
+    "fedcr": Case(
+        SINGLE | {"clip": 0.5, "memory": 0.9}, "random representation", lambda d, _: d + 2 * CLASSES * WIDTH, 2,
+        {"GRAD": STEPS, "VAL": 1}, STEPS + 2,
+    ),
+    "fedavg-whole": Case(SINGLE, "personalised", lambda d, head: d + head, 1, {"GRAD": STEPS}, STEPS),
+    "local-only": Case(SINGLE, "personalised", lambda *_: 0, 0, {"GRAD": STEPS}, STEPS),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from nestfed import (
     Algorithm,
     Local,
     Rows,
+    Scratch,
     Shared,
     Task,
     UserError,
@@ -166,6 +167,40 @@ def test_same_numbers_side_by_side_in_turn_in_pieces_and_in_sweeps(name, options
     metric = "loss" if name == "scaffold" else "upper"
     assert rows.history["round"].tolist() == whole.history["round"].tolist() == [0, 2, 4]
     assert np.allclose(rows.history[metric][0, 1], whole.history[metric], rtol=1e-12)
+
+
+@struct
+class Remembering(Algorithm):
+    """A phase of one step fills a field that was None, a phase of three uses it."""
+
+    lr: float = setting("eta: step size", default=0.1)
+
+    family = "single level"
+
+    class State(NamedTuple):
+        x: Shared
+        first: Scratch
+
+    def init(self, problem, params, draw, fed):
+        return self.State(*params, None)
+
+    def schedule(self):
+        return (self.look, 1, False), (self.step, 3, False), (self.average, 1, True)
+
+    def look(self, problem, s, draw, fed):
+        return s._replace(first=problem.gradient(s.x, draw(0)))
+
+    def step(self, problem, s, draw, fed):
+        return s._replace(x=s.x - self.lr * (s.first + problem.gradient(s.x, draw(0))))
+
+    def average(self, problem, s, draw, fed):
+        return s._replace(x=fed.mean(s.x, around=fed.server.x))
+
+
+def test_many_clients_in_turn_two_abreast_are_those_side_by_side():
+    task = regression((*RAGGED, 4, 6, 2, 7))  # nine: the last one has no neighbour
+    together, in_turn = (simulate(Remembering(), task, 1, rounds=2, client_axis=axis) for axis in ("vmap", "map"))
+    assert_same(together, in_turn)
 
 
 def test_cohort_and_dropout_leave_absent_clients_untouched():

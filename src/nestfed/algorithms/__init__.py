@@ -6,17 +6,23 @@ from typing import Any
 from nestfed.algorithms.bsgd import BSGD, BSpiderBoost
 from nestfed.algorithms.coda import CODASCA, CODAPlus
 from nestfed.algorithms.comfedl import ComFedL
+from nestfed.algorithms.ditto import Ditto
 from nestfed.algorithms.fastdro import FastDRO
 from nestfed.algorithms.fcfl import FCFL
 from nestfed.algorithms.fcsg import FCSG, FCSGM, AccFCSGM
 from nestfed.algorithms.fedavg import FedAvg, FedProx
 from nestfed.algorithms.fedavg_co import FedAvgCO1, FedAvgCO2
+from nestfed.algorithms.fedavg_personal import FedAvgWhole, LocalOnly
 from nestfed.algorithms.fedbio import FedBiO, FedBiOAcc
+from nestfed.algorithms.fedcr import FedCR
 from nestfed.algorithms.feddro import DSFedDRO, FedDRO
 from nestfed.algorithms.fedmbo import FedMBO
 from nestfed.algorithms.fedminmax import FedMinMax
 from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from nestfed.algorithms.fedopt import FedAdagrad, FedAdam, FedOpt, FedYogi
+from nestfed.algorithms.fedpac import FedPAC
+from nestfed.algorithms.fedreco import FedReCo, FedReCoPVR
+from nestfed.algorithms.fedrep import FedBABU, FedRep
 from nestfed.algorithms.gcivr import GCIVR
 from nestfed.algorithms.local_scgd import LocalSCGD, LocalSCGDConditional, LocalSCGDM, LocalSCGDMConditional
 from nestfed.algorithms.mbsgd import MBSGD, Unconstrained
@@ -68,6 +74,15 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "coda-plus": CODAPlus,
     "codasca": CODASCA,
     "soap": SOAP,
+    "fedreco": FedReCo,
+    "fedreco-pvr": FedReCoPVR,
+    "ditto": Ditto,
+    "fedrep": FedRep,
+    "fedbabu": FedBABU,
+    "fedpac": FedPAC,
+    "fedcr": FedCR,
+    "fedavg-whole": FedAvgWhole,
+    "local-only": LocalOnly,
 }
 
 

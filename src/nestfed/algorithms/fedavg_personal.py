@@ -1,0 +1,56 @@
+"""FedAvg of a whole model, and local training only: what personalised methods are measured against.
+
+Problem   min over (u, v) of mean_k loss_k(u, v), and min over each (u_k, v_k) of loss_k(u_k, v_k).
+
+Step at client k:
+    (u_k, v_k)  <- (u_k, v_k) - lr grad loss_k(u_k, v_k)
+    (u, v)      <- mean_k (u_k, v_k)                  FedAvgWhole, last step of the round: d_u + d_v numbers
+
+Why    The common model is what all could have without personal parts; a model trained alone is what each client could
+       have without the others. FedAvg with fine-tuning, a strong rival of personalised methods, is the common model
+       after some steps on the client's own rows: `nestfed.personal.fine_tuned`.
+Ref.   McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017.
+Departures  None but those of `fedavg`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from nestfed.algorithms.personal_method import PersonalMethod
+from nestfed.core import Local, Shared, at, struct
+
+
+@struct
+class LocalOnly(PersonalMethod):
+    """Personalised: every client trains alone, from the common start; nothing is exchanged."""
+
+    class State(NamedTuple):
+        u: Local
+        v: Local
+        clips: Local
+
+    def init(self, problem, params, draw, fed):
+        u, v = params
+        return self.State(u, v, jnp.zeros(2))
+
+    def step(self, problem, s, draw, fed):
+        gradient_u, gradient_v = problem.gradients(s.u, s.v, draw(0))
+        return self.descend(s, at(self.lr, fed.t), u=gradient_u, v=gradient_v)
+
+
+@struct
+class FedAvgWhole(LocalOnly):
+    """Personalised: one model for all by FedAvg, extractor and head alike."""
+
+    class State(NamedTuple):
+        u: Shared
+        v: Shared
+        clips: Local
+
+    def step(self, problem, s, draw, fed):
+        s = super().step(problem, s, draw, fed)
+        if fed.sync:
+            u, v = fed.mean((s.u, s.v), around=(fed.server.u, fed.server.v))
+            s = s._replace(u=u, v=v)
+        return s

@@ -1,0 +1,124 @@
+"""FedCR: a common random representation near one Gaussian per class that all clients make together, and own heads.
+
+Problem   min over u and (v_k) of mean_k E [ loss(v_k; z) + beta KL(N(m(o), s(o)^2) || r(. | y)) ], z ~ N(m(o), s(o)^2);
+the extractor u gives means m and deviations s, d_z numbers each, for an input o of class y (`GaussianEncoder`).
+
+Step at client k, L draws of z per row:
+    (u_k, v_k)  <- (u_k, v_k) - lr grad [mean loss + beta mean KL]           r as broadcast, constant
+Last step of the round:
+    p_k(y) = sum 1 / s(o)^2,  q_k(y) = sum m(o) / s(o)^2                     over the client's rows of class y
+    u  <- mean_k u_k                                                         d_u numbers
+    precision = 1 + sum_k p_k(y),  mean = sum_k q_k(y) / precision           2 C d_z numbers, C classes
+    r(. | y)  <- (1 - memory) r + memory N(mean, 1 / precision)
+
+Why    The sum over what clients say about a class is a product of experts with N(0, 1): the clients agree on where a
+       class lies without showing representations of rows, and beta limits what a representation tells of its input.
+Ref.   Zhang et al., "FedCR: personalized federated learning based on across-client common representation with
+       conditional mutual information regularization", ICML 2023, and its authors' code.
+Departures
+  * The divergence is that of the bound, KL(encoder || r); divergence="code" has the arguments as in the code.
+  * The common Gaussians are formed from all rows at the round's end, not from the batches of a last epoch.
+  * Deviations are not below 1e-4. A class that nobody has is N(0, 1), also the start of r.
+  * A sum over clients is not a mean, so it is a gather with one answer for all; two exchanges per round.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from nestfed.algorithms.personal_method import PersonalMethod, class_count
+from nestfed.core import Local, Sample, Shared, UserError, at, setting, struct
+from nestfed.problems import GaussianEncoder
+
+SMALLEST_DEVIATION = 1e-4
+
+
+@struct
+class FedCR(PersonalMethod):
+    """Personalised: a common random representation near class Gaussians that clients make together; own heads."""
+
+    beta: float = setting("weight of the divergence from the class Gaussians", default=0.001, at_least=0)
+    memory: float = setting("beta_2: weight of the new class Gaussians", default=1.0, at_least=0, at_most=1)
+    divergence: str = setting(
+        "KL(encoder || class), or with the arguments as in the released code", default="bound",
+        choices=("bound", "code"), static=True,
+    )  # fmt: skip
+
+    class State(NamedTuple):
+        u: Shared
+        v: Local
+        mean: Shared  # of r [C, d_z]
+        deviation: Shared
+        clips: Local
+
+    def init(self, problem, params, draw, fed):
+        if not isinstance(problem, GaussianEncoder):
+            raise UserError(
+                f"FedCR needs a random representation, which {type(problem).__name__} does not have; make it a "
+                "nestfed.problems.GaussianEncoder, whose features are means and deviations."
+            )
+        u, v = params
+        classes = class_count(problem, u, v, draw(0))
+        z = jax.eval_shape(lambda: problem.representations(u, draw(0)))
+        mean = jnp.zeros((classes, z.shape[1] // 2), z.dtype)
+        return self.State(u, v, mean, jnp.ones_like(mean), jnp.zeros(2))
+
+    def step(self, problem, s, draw, fed):
+        penalty = Partial(PENALTIES[self.divergence], s.mean, s.deviation, self.beta)
+        gradient_u, gradient_v = problem.gradients(s.u, s.v, draw(0), penalty)
+        s = self.descend(s, at(self.lr, fed.t), u=gradient_u, v=gradient_v)
+        return self.synchronise(problem, s, fed) if fed.sync else s
+
+    def synchronise(self, problem, s, fed):
+        experts = fed.rows.pass_over(lambda batch, weights: class_experts(problem, s, batch, weights, fed.key))
+        u = fed.mean(s.u, around=fed.server.u)
+        precision, weighted = fed.gather(floored(*experts), reply=total)
+        precision = 1 + precision
+        blend = lambda old, new: (1 - self.memory) * old + self.memory * new
+        deviation = jnp.maximum(precision**-0.5, SMALLEST_DEVIATION)
+        return s._replace(
+            u=u, mean=blend(fed.server.mean, weighted / precision), deviation=blend(fed.server.deviation, deviation)
+        )
+
+
+def class_experts(problem, s, batch, weights, key):
+    """(sum of precisions, sum of means times precisions) [C, d_z] over the rows that count, by class."""
+    mean, deviation = problem.gaussians(problem.representations(s.u, Sample(batch, key)))
+    members = jax.nn.one_hot(batch[1], len(s.mean), axis=0, dtype=mean.dtype)
+    if weights is not None:
+        members = members * jnp.sign(weights).astype(mean.dtype)[None]
+    precision = jnp.maximum(deviation, SMALLEST_DEVIATION) ** -2
+    return members @ precision, members @ (precision * mean)
+
+
+def floored(precision, weighted):
+    """The same Gaussians with deviations of at least SMALLEST_DEVIATION."""
+    factor = jnp.minimum(1, SMALLEST_DEVIATION**-2 / jnp.where(precision > 0, precision, 1))
+    return precision * factor, weighted * factor
+
+
+def total(values, cohort, slot, key):
+    """The sum over those who take part."""
+    add = lambda a: jnp.sum(jnp.where(cohort.present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0), 0)
+    return jax.tree.map(add, values)
+
+
+def divergence(mean, deviation, other_mean, other_deviation):
+    """KL(N(mean, deviation^2) || N(other)) of each row, summed over entries."""
+    ratio = (deviation / other_deviation) ** 2
+    return 0.5 * jnp.sum(ratio + ((mean - other_mean) / other_deviation) ** 2 - 1 - jnp.log(ratio), axis=-1)
+
+
+def encoder_from_class(mean, deviation, beta, features, labels):
+    ours = GaussianEncoder.gaussians(features)
+    return beta * jnp.mean(divergence(*ours, mean[labels], deviation[labels]))
+
+
+def class_from_encoder(mean, deviation, beta, features, labels):
+    ours = GaussianEncoder.gaussians(features)
+    return beta * jnp.mean(divergence(mean[labels], deviation[labels], *ours))
+
+
+PENALTIES = {"bound": encoder_from_class, "code": class_from_encoder}

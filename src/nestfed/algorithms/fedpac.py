@@ -1,0 +1,200 @@
+"""FedPAC: a common extractor aligned by class prototypes, and heads that are mixed among clients that resemble.
+
+Problem   min over u and (v_k) of mean_k [ loss_k(u, v_k) + (coupling / d_z) mean_i |phi(u; o_i) - c_{y_i}|^2 ]; c_y is
+the mean representation of class y over all clients, C classes, phi of d_z numbers.
+
+Round at client k, from the u and c received:
+  start   with these, over all rows: pi_k(y) shares of the classes; h_k(y) = pi_k(y) (mean phi of class y);
+          V_k = [mean |phi|^2 - sum_y |h_k(y)|^2] / n_k
+  head_steps times   v_k  <- v_k - head_lr grad_v loss_k(u, v_k)
+  local_steps times  u_k  <- u_k - lr grad_u [loss_k(u_k, v_k) + pull towards c]
+  end     h'_k: as h_k, with u_k
+Server    u   <- mean_k u_k;   c_y <- mean_k h'_k(y) / mean_k pi_k(y)        up d_u + C d_z + C, down the same
+          v_k <- sum_j a_j v_j,  a on the simplex minimises a^T (diag(V) + D_k) a,
+                 D_k[j, l] = sum_y <h_k(y) - h_j(y), h_k(y) - h_l(y)>        up d_v + C d_z + 1, down d_v
+
+Why    V is the variance of a client's statistics and D_k the bias of using others': the quadratic program weighs the
+       two, so a client with few rows borrows more, and only from clients whose classes look alike.
+Ref.   Xu, Tong and Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR
+       2023, and its authors' code.
+Departures
+  * How much a client counts in u and c is the weight that the task gives it; with weights="samples" these are the
+    paper's averages, by rows and by rows of a class.
+  * The pull is averaged over the entries of a representation too, as in the code: coupling = 1 is meant for that. There
+    is none before the first prototypes; a class that has none then is pulled towards the client's own.
+  * Eigenvalues of the quadratic form below `smallest_eigenvalue` are dropped and weights below `smallest_weight` are
+    set to zero, as in the code; dropped ones keep a millionth of the largest, so that there is one answer. The program
+    is solved by a fixed number of interior-point steps, and a client keeps its head where there is no finite answer.
+  * Two exchanges, because a mixed head is for one client only and the rest for all; the shares come back with them.
+  * The heads' program sees every client's statistics: a gather. Momentum and weight decay are left out.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import lu_factor, lu_solve
+from jax.tree_util import Partial
+
+from nestfed.algorithms.fcfl import reach
+from nestfed.algorithms.personal_method import HeadThenBody, class_count
+from nestfed.core import Array, Local, Sample, Scratch, Shared, setting, struct
+
+INTERIOR_STEPS = 40  # measured, programs of 50 clients: the conditions of a minimum hold to rounding
+DROPPED = 1e-6  # of the largest eigenvalue: what a dropped one becomes, so that the best weights are unique
+
+
+class Statistics(NamedTuple):
+    """Of a client's classes, over all its rows."""
+
+    shares: Array  # pi [C]
+    sums: Array  # h [C, d_z]: share times mean representation
+    squares: Array  # mean |phi|^2
+
+
+class Upload(NamedTuple):
+    """What a client sends for the heads; at the server every field has a leading axis of clients."""
+
+    head: Array
+    sums: Array
+    variance: Array
+
+
+def membership(labels, classes, weights, dtype):
+    """[C, rows]: the weight of a row at its class."""
+    members = jax.nn.one_hot(labels, classes, axis=0, dtype=dtype)
+    return members / labels.size if weights is None else members * weights.astype(dtype)[None]
+
+
+@struct
+class FedPAC(HeadThenBody):
+    """Personalised: a common extractor with class prototypes, heads mixed among similar clients by a quadratic
+    program."""
+
+    coupling: float = setting("lambda: strength of the pull towards the prototypes", default=1.0, at_least=0)
+    smallest_eigenvalue: float = setting("eigenvalues of the program below it are dropped", default=0.01, at_least=0)
+    smallest_weight: float = setting("weights of heads below it are dropped", default=1e-3, at_least=0)
+
+    class State(NamedTuple):
+        u: Shared
+        v: Local
+        prototypes: Shared  # c [C, d_z]
+        known: Shared  # [C]: 1.0 where there is a prototype
+        clips: Local
+        own: Scratch  # this client's Statistics at the start of the round
+
+    def init(self, problem, params, draw, fed):
+        u, v = params
+        classes = class_count(problem, u, v, draw(0))
+        z = jax.eval_shape(lambda: problem.representations(u, draw(0)))
+        return self.State(u, v, jnp.zeros((classes, z.shape[1]), z.dtype), jnp.zeros(classes, z.dtype), jnp.zeros(2),
+                          own=None)  # fmt: skip
+
+    def begin(self, server, client):
+        s = super().begin(server, client)
+        # Filled here already: a step without an exchange keeps the structure of the State.
+        blank = Statistics(jnp.zeros_like(s.known), jnp.zeros_like(s.prototypes), jnp.zeros((), s.known.dtype))
+        return s._replace(own=blank)
+
+    def schedule(self):
+        return ((self.describe, 1, False), *super().schedule())
+
+    def describe(self, problem, s, draw, fed):
+        return s._replace(own=self.statistics(problem, s, fed))
+
+    def statistics(self, problem, s, fed):
+        def of_block(batch, weights):
+            z = problem.representations(s.u, Sample(batch, fed.key))
+            members = membership(batch[1], len(s.known), weights, z.dtype)
+            return Statistics(members.sum(1), members @ z, jnp.vdot(members.sum(0), jnp.sum(z**2, axis=1)))
+
+        return fed.rows.pass_over(of_block)
+
+    def direction(self, problem, s, draw, fed):
+        own = s.own.sums / jnp.where(s.own.shares > 0, s.own.shares, 1)[:, None]
+        targets = jnp.where(s.known[:, None] > 0, s.prototypes, own)
+        strength = self.coupling * jnp.max(s.known)  # zero before the first prototypes
+        return problem.gradients(s.u, s.v, draw(0), Partial(pull, targets, strength))[0]
+
+    def synchronise(self, problem, s, draw, fed):
+        new = self.statistics(problem, s, fed)
+        here = fed.server
+        u, sums, shares = fed.mean((s.u, new.sums, new.shares), around=(here.u, None, None))
+        seen = shares > 0
+        prototypes = jnp.where(seen[:, None], sums / jnp.where(seen, shares, 1)[:, None], here.prototypes)
+        own = s.own
+        rows = fed.rows.size.astype(own.squares.dtype)
+        variance = jnp.maximum(own.squares - jnp.sum(own.sums**2), 0) / rows
+        head = fed.gather(
+            Upload(s.v, own.sums, variance),
+            reply=lambda values, cohort, slot, key: self.mixed_head(values, cohort.present, slot),
+        )
+        return s._replace(u=u, v=head, prototypes=prototypes, known=jnp.maximum(here.known, seen.astype(s.known.dtype)))
+
+    def mixed_head(self, uploads, present, slot):
+        clean = lambda a: jnp.where(present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0)  # an absent client may send NaN
+        uploads = Upload(*map(clean, uploads))
+        with jax.default_matmul_precision("highest"):
+            weights = self.head_weights(uploads.variance, uploads.sums, present, slot)
+            return weights @ uploads.head
+
+    def head_weights(self, variances, sums, present, slot):
+        """The shares of everybody's head in that of the client at this slot."""
+        gaps = (sums[slot][None] - sums).reshape(len(present), -1)
+        on = present.astype(gaps.dtype)
+        form = (jnp.diag(variances) + gaps @ gaps.T) * on[:, None] * on[None]
+        values, vectors = jnp.linalg.eigh(form)
+        nothing = DROPPED * jnp.where(values[-1] > 0, values[-1], 1)
+        kept = jnp.where(values >= jnp.maximum(self.smallest_eigenvalue, nothing), values, nothing)
+        weights = least_on_simplex((vectors * kept[None]) @ vectors.T, present)
+        weights = jnp.where(weights >= self.smallest_weight, weights, 0)
+        alone = (jnp.arange(len(present)) == slot).astype(weights.dtype)
+        total = weights.sum()
+        return jnp.where(jnp.isfinite(total) & (total > 0), weights / jnp.where(total > 0, total, 1), alone)
+
+
+def pull(prototypes, strength, z, labels):
+    """strength times the mean squared gap to the prototypes of the rows' classes."""
+    return strength * jnp.mean((z - prototypes[labels]) ** 2)
+
+
+def least_on_simplex(form, present):
+    """a on the simplex, zero where not present, that minimises a^T form a; `form` is positive definite there.
+
+    Mehrotra's predictor-corrector method with the gradients' excess `z` over the price `top` of the sum. An absent
+    entry stands still at a = z = 1.
+    """
+    epsilon = jnp.finfo(form.dtype).eps
+    on = present.astype(form.dtype)
+    number = on.sum()
+    form = form * on[:, None] * on[None]
+    form = form / jnp.max(jnp.diag(form))
+
+    def newton(_, point):
+        a, z, top = point
+        missing = on * (form @ a - top - z)
+        gap = on @ (a * z) / number
+        # Rows are scaled by a: nothing blows up near the solution, as it does in the normal equations.
+        matrix = jnp.block([[a[:, None] * form + jnp.diag(z), -(on * a)[:, None]], [on[None], jnp.zeros((1, 1))]])
+        factors = lu_factor(matrix.astype(form.dtype))
+
+        def move(products):
+            """The step towards feasibility and this change of the products a z."""
+            right = jnp.append(on * (products - a * missing), 1 - on @ a)
+            solution = lu_solve(factors, right)
+            da, dtop = solution[:-1], solution[-1]
+            return da, on * (form @ da - dtop + missing), dtop
+
+        da, dz, _ = move(-a * z)
+        p = reach((a, z), (da, dz))
+        aim = (on @ ((a + p * da) * (z + p * dz)) / number / gap) ** 3 * gap
+        da, dz, dtop = move(aim - a * z - da * dz)
+        p = 0.99 * reach((a, z), (da, dz))
+        new = (a + p * da, z + p * dz, top + p * dtop)
+        useful = jnp.isfinite(jnp.append(jnp.concatenate(new[:2]), new[2])).all() & (gap > 0.01 * epsilon)
+        return jax.tree.map(lambda after, before: jnp.where(useful, after, before), new, point)
+
+    one = jnp.ones_like(on)
+    start = jnp.where(present, 1 / number, 1), one, jnp.zeros((), form.dtype)
+    return jnp.where(present, lax.fori_loop(0, INTERIOR_STEPS, newton, start)[0], 0)
