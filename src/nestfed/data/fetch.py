@@ -36,6 +36,7 @@ class Official:
     address: str | None
     md5: dict[str, str] = dataclasses.field(default_factory=dict)  # of the files as they are read: not gzipped
     other_names: tuple[str, ...] = ()  # of the one file, as others distribute it
+    origin: str = ""  # of files without an address: who makes them, and how
 
 
 def obtain(
@@ -136,7 +137,8 @@ def _download(name: str, official: Official) -> dict[str, bytes]:
     address, files = official.address, official.files
     advice = f"put {' and '.join(files)} into a folder, and set the environment variable NESTFED_DATA to that folder"
     if address is None:
-        raise UserError(f"the data {name!r} are on no host, and not on this machine: {advice}.")
+        origin = f" ({official.origin})" if official.origin else ""
+        raise UserError(f"the data {name!r} are on no host{origin}, and not on this machine: {advice}.")
     advice = f"download it elsewhere, {advice}"
     if address.endswith("/"):
         places = {file: f"{address}{file.rsplit('/', 1)[-1]}.gz" for file in files}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nestfed.core import UserError
 from nestfed.methods import nearest
-from nestfed.reproduce import auprc, counterexample, fairness, images, invariant, maml, noisy_groups
+from nestfed.reproduce import auprc, counterexample, fairness, images, invariant, maml, noisy_groups, personal, privacy
 
 EXPERIMENTS: dict[str, Callable[..., Path]] = {
     "fairness": fairness.run,
@@ -16,6 +16,8 @@ EXPERIMENTS: dict[str, Callable[..., Path]] = {
     "invariant": invariant.run,
     "maml": maml.run,
     "auprc": auprc.run,
+    "personal": personal.run,
+    "privacy": privacy.run,
 }
 
 

@@ -64,19 +64,36 @@ def train(settings: Sequence[tuple[Mapping[str, Any], Any]], tasks: Any, seeds: 
 
 
 def train_in_turn(
-    settings: Sequence[tuple[Mapping[str, Any], Any]], tasks: Any, seeds: Sequence[int], **options: Any
+    settings: Sequence[tuple[Mapping[str, Any], Any]],
+    tasks: Any,
+    seeds: Sequence[int],
+    *,
+    after: Callable[[Any, Any, Any, int], Mapping[str, float]] | None = None,
+    **options: Any,
 ) -> Cell:
     """The same, one run after the other in one program: for work that fills the machine, and where compiling another
-    program for every number of runs would take longer than they do."""
+    program for every number of runs would take longer than they do.
+
+    after(setting, task, run, seed) may measure more on the Run that a training ends with; such metrics are recorded at
+    the last evaluation.
+    """
     began = time.monotonic()
-    found = [
-        [sweep([setting], [task], [seed], **options) for seed, task in zip(seeds, tasks, strict=True)]
-        for _, setting in settings
-    ]
-    joined = lambda value: np.stack([np.stack([value(run) for run in row]) for row in found])
-    first = found[0][0].history
-    history = {name: joined(lambda run: run.history[name][0, 0]) for name in first if name != "round"}
-    diverged = joined(lambda run: run.diverged[0, 0])
+
+    def one(setting: Any, task: Any, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        found = sweep([setting], [task], [seed], **options)
+        history = {name: values if name == "round" else values[0, 0] for name, values in found.history.items()}
+        if after is not None:
+            more = after(setting, task, jax.tree.map(lambda a: a[0], found.runs[0]), seed)
+            earlier = np.full(len(history["round"]) - 1, np.nan)
+            history |= {name: np.append(earlier, value) for name, value in more.items()}
+        return history, found.diverged[0, 0]
+
+    # Nothing else of a run is kept: the states of many clients would fill a memory.
+    found = [[one(setting, task, seed) for seed, task in zip(seeds, tasks, strict=True)] for _, setting in settings]
+    joined = lambda value: np.stack([np.stack([value(*run) for run in row]) for row in found])
+    first = found[0][0][0]
+    history = {name: joined(lambda history, _: history[name]) for name in first if name != "round"}
+    diverged = joined(lambda _, when: when)
     return _cell(settings, tasks, seeds, history | {"round": first["round"]}, diverged, began)
 
 

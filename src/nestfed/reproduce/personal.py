@@ -1,0 +1,404 @@
+"""Personalised classification: FedReCo, FedReCo-PVR and their baselines on Fashion-MNIST and CIFAR-10 with few classes
+per client, and on FEMNIST, where every client is a person.
+
+Nothing is chosen here: all step sizes and strengths are those of the paper (its appendix and its authors' code), the
+same for all methods. The paper's own table is in a part that was not available.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pandas as pd
+import tomli_w
+
+from nestfed.algorithms import make
+from nestfed.core import Algorithm
+from nestfed.data.femnist import CLASS_NAMES, load_femnist
+from nestfed.data.images import load_images
+from nestfed.data.personal import PersonalImages, deal_classes, deal_writers
+from nestfed.models import CNN, Convolution
+from nestfed.personal import PersonalTask
+from nestfed.report import figures, tables
+from nestfed.report.statistics import Paired, paired
+from nestfed.report.style import looks
+from nestfed.reproduce.cells import Cell, kept, load, train_in_turn
+from nestfed.reproduce.verdicts import Claim, all_above, claims_table, markdown_claims
+from nestfed.tasks.personal import (
+    COLOUR,
+    GREY,
+    ImageClasses,
+    RandomImageClasses,
+    newcomer_accuracy,
+    personal_task,
+)
+
+TITLES = {
+    "local-only": "local training only", "fedavg-whole": "FedAvg", "ditto": "Ditto", "fedrep": "FedRep",
+    "fedbabu": "FedBABU", "fedpac": "FedPAC", "fedcr": "FedCR", "fedreco": "FedReCo", "fedreco-pvr": "FedReCo-PVR",
+}  # fmt: skip
+PROPOSED = ("fedreco", "fedreco-pvr")
+FLOOR = "local-only"
+TUNED = ("fedavg-whole", "fedbabu")  # one model for all, meant to be fine-tuned: judged after that
+VISIBLE = 0.01  # "no visible difference": less than a point of accuracy
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPlan:
+    """One data set: where it comes from, how it is dealt, its network."""
+
+    title: str
+    source: str  # of `load_images`, or "femnist"
+    model: CNN
+    classes: int = 0  # of a client; 0: a client is a writer
+    mean: tuple[float, ...] = (0.5,)
+    deviation: tuple[float, ...] = (0.5,)
+    vary: bool = False  # training images are moved and mirrored at random
+    writers: int | None = None  # at most, newcomers included; None: all that have enough images
+    newcomers: int = 0  # writers that come after training
+
+
+FMNIST = DataPlan("Fashion-MNIST, 4 classes per client", "fashion-mnist", GREY, classes=4)
+CIFAR10 = DataPlan(
+    "CIFAR-10, 2 classes per client", "cifar10", COLOUR, classes=2,
+    mean=(0.491, 0.482, 0.447), deviation=(0.247, 0.243, 0.262), vary=True,
+)  # fmt: skip
+FEMNIST = DataPlan(
+    "FEMNIST, a writer per client", "femnist", dataclasses.replace(GREY, outputs=len(CLASS_NAMES)), newcomers=10
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is done, and with what settings."""
+
+    data: tuple[tuple[str, DataPlan], ...] = (("fmnist", FMNIST), ("cifar10", CIFAR10), ("femnist", FEMNIST))
+    methods: tuple[str, ...] = tuple(TITLES)
+    clients: int = 50  # where classes are dealt
+    rounds: int = 200
+    evaluate_every: int = 10
+    seeds: int = 3
+    batch: int = 48
+    lr: float = 0.01
+    clip: float = 10.0
+    couplings: tuple[tuple[str, float], ...] = (
+        ("fedreco", 0.01),
+        ("fedreco-pvr", 0.01),
+        ("ditto", 0.01),
+        ("fedpac", 1.0),
+    )
+    server_lr: float = 0.001  # of FedReCo's common extractor
+    beta: float = 0.001  # of FedCR
+    fine_tune_epochs: int = 10
+    newcomer_rounds: int = 10
+
+    def epoch(self, images: PersonalImages) -> int:
+        """Steps in which a client of average size sees as many images as it has."""
+        return math.ceil(float(np.mean(images.train.sizes)) / self.batch)
+
+    def algorithm(self, method: str, epoch: int) -> Algorithm:
+        """Two epochs per round: of the head and then of the extractor, or of all together."""
+        settings: dict[str, Any] = {"lr": self.lr, "clip": self.clip}
+        if method in ("fedreco", "fedreco-pvr", "fedrep", "fedpac"):
+            settings |= {"head_steps": epoch, "local_steps": epoch}
+        else:
+            settings |= {"local_steps": 2 * epoch}
+        couplings = dict(self.couplings)
+        settings |= {"coupling": couplings[method]} if method in couplings else {}
+        settings |= {"server_lr": self.server_lr} if method in PROPOSED else {}
+        settings |= {"beta": self.beta} if method == "fedcr" else {}
+        return make(method, **settings)
+
+    def task(self, data: str, method: str, seed: int) -> PersonalTask:
+        about, images = dict(self.data)[data], self.images(data, seed)
+        kind = RandomImageClasses if method == "fedcr" else ImageClasses
+        problem = kind(model=about.model, mean=about.mean, deviation=about.deviation, vary=about.vary)
+        return personal_task(
+            images, problem, seed=seed, batch_size=self.batch,
+            fine_tune_steps=self.fine_tune_epochs * self.epoch(images), fine_tune_lr=self.lr,
+        )  # fmt: skip
+
+    def images(self, data: str, seed: int) -> PersonalImages:
+        return _images(dict(self.data)[data], self.clients, seed)
+
+    def facts(self, data: str) -> dict[str, int]:
+        """What a page says of the data; kept with the trainings, so that pages can be written without them."""
+        images = self.images(data, 0)
+        return {
+            "clients": images.train.clients, "train": int(np.sum(images.train.sizes)),
+            "test": int(np.sum(images.test.sizes)), "epoch": self.epoch(images),
+        }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=3)
+def _images(about: DataPlan, clients: int, seed: int) -> PersonalImages:
+    if about.classes:
+        return deal_classes(_loaded(about.source), clients=clients, per_client=about.classes, seed=seed)
+    return deal_writers(_loaded(about.source), writers=about.writers, newcomers=about.newcomers, seed=seed)
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(source: str) -> Any:
+    return load_femnist() if source == "femnist" else load_images(source)
+
+
+SMALL = CNN(layers=(Convolution(2, 1, stride=4),), hidden=(4,))
+QUICK = Plan(
+    data=(
+        ("femnist", dataclasses.replace(
+            FEMNIST, model=dataclasses.replace(SMALL, outputs=len(CLASS_NAMES)), writers=5, newcomers=2
+        )),
+    ),
+    methods=("local-only", "fedreco", "fedreco-pvr"), rounds=4, evaluate_every=2, seeds=2, fine_tune_epochs=1,
+    newcomer_rounds=2,
+)  # fmt: skip
+
+
+def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Path:
+    experiment = Experiment(folder, QUICK if quick else Plan(), progress)
+    for name in experiment.names():
+        experiment.cell(name)
+    return write_page(experiment, command)
+
+
+# ------------------------------------------------------------------------------------------------- trainings
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """The cells, DATA-METHOD; each can be trained alone."""
+
+    folder: Path
+    plan: Plan
+    progress: bool | None = None
+
+    def names(self) -> list[str]:
+        return [f"{data}-{method}" for data, _ in self.plan.data for method in self.plan.methods]
+
+    def path(self, data: str, method: str) -> Path:
+        return self.folder / "cells" / f"{data}-{method}.json"
+
+    def cell(self, name: str) -> Cell:
+        data, method = name.split("-", 1)
+        return kept(self.path(data, method), functools.partial(self._train, data, method))
+
+    def _train(self, data: str, method: str) -> Cell:
+        plan, seeds, facts = self.plan, range(self.plan.seeds), self.plan.facts(data)
+        return train_in_turn(
+            [(facts, plan.algorithm(method, facts["epoch"]))], [plan.task(data, method, seed) for seed in seeds], seeds,
+            after=functools.partial(self._newcomers, data), rounds=plan.rounds, evaluate_every=plan.evaluate_every,
+            progress=self.progress, title=f"{TITLES[method]}, {data}",
+        )  # fmt: skip
+
+    def _newcomers(self, data: str, algorithm: Any, task: Any, run: Any, seed: int) -> dict[str, float]:
+        """How well those who were not there do with what the server has in the end."""
+        newcomers = self.plan.images(data, seed).newcomers
+        if not newcomers:
+            return {}
+        if int(run.diverged) >= 0:
+            return {"newcomer_accuracy": np.nan, "tuned_newcomer_accuracy": np.nan}
+        rounds = self.plan.newcomer_rounds
+        found = [newcomer_accuracy(algorithm, task, run.server, one, rounds=rounds, seed=seed) for one in newcomers]
+        before, after = np.mean(found, axis=0)
+        return {"newcomer_accuracy": before, "tuned_newcomer_accuracy": after}
+
+    def finished(self) -> dict[str, dict[str, Cell]]:
+        """Data -> method -> its training, as far as they are there."""
+        found = {
+            data: {m: load(self.path(data, m)) for m in self.plan.methods if self.path(data, m).exists()}
+            for data, _ in self.plan.data
+        }
+        return {data: cells for data, cells in found.items() if cells}
+
+
+def judged_by(method: str, metric: str = "test_accuracy") -> str:
+    """The metric that counts: methods that leave one model for all are meant to be fine-tuned."""
+    return f"tuned_{metric}" if method in TUNED else metric
+
+
+# ------------------------------------------------------------------------------------------------- results
+
+
+def final_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
+    """One row per method, and two where fine-tuning is part of it: accuracies over clients and seeds, and the cost."""
+    rows = []
+    for method, cell in cells.items():
+        rounds = int(cell.round[-1])
+        for tuned in ("", "tuned_") if method in TUNED else ("",):
+            value = lambda metric: cell.final(f"{tuned}{metric}")
+            accuracy = value("test_accuracy")
+            row: dict[str, Any] = {
+                "method": TITLES[method] + (", fine-tuned" if tuned else ""),
+                "test accuracy": accuracy.mean(), "std over seeds": accuracy.std(ddof=0),
+                "worst decile": value("test_accuracy_worst_decile").mean(),
+                "lowest": value("test_accuracy_lowest").mean(),
+                "std over clients": value("test_accuracy_deviation").mean(),
+                "train loss": value("train_loss").mean(),
+            }  # fmt: skip
+            if "newcomer_accuracy" in cell.metrics:
+                row["newcomers"] = value("newcomer_accuracy").mean()
+            row |= {
+                "MB up per client": cell.cost["bytes_up"] * rounds / 1e6,
+                "MB down per client": cell.cost["bytes_down"] * rounds / 1e6,
+                "thousand gradients per client": cell.cost["oracles"].get("GRAD", 0) * rounds / 1e3,
+                "runs that diverged": int((cell.diverged >= 0).sum()), "seeds": len(cell.seeds),
+                "minutes": cell.seconds / 60,
+            }  # fmt: skip
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def tuned_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
+    """What the same fine-tuning of the head gives every method."""
+    rows = []
+    for method, cell in cells.items():
+        row: dict[str, Any] = {"method": TITLES[method]}
+        for title, metric in {
+            "test accuracy": "test_accuracy", "fine-tuned": "tuned_test_accuracy",
+            "worst decile": "test_accuracy_worst_decile",
+            "worst decile, fine-tuned": "tuned_test_accuracy_worst_decile",
+            "newcomers": "newcomer_accuracy", "newcomers, fine-tuned": "tuned_newcomer_accuracy",
+        }.items():  # fmt: skip
+            if metric in cell.metrics:
+                row[title] = cell.final(metric).mean()
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+DIAGNOSTICS = {
+    "representation_distance": "H", "representation_norm": "|phi|", "center_distance": "|u_k - u_0|",
+    "clipped_share": "local gradients clipped", "server_clipped_share": "server means clipped",
+}  # fmt: skip
+
+
+def diagnostics_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
+    """What the representations and the steps look like in the end; means over clients and seeds."""
+    last = lambda cell, metric: cell.final(metric).mean() if metric in cell.metrics else np.nan
+    return pd.DataFrame(
+        [
+            {"method": TITLES[method]} | {title: last(cell, metric) for metric, title in DIAGNOSTICS.items()}
+            for method, cell in cells.items()
+        ]
+    )
+
+
+def check_claims(results: Mapping[str, Mapping[str, Cell]]) -> list[Claim]:
+    def against(ours: tuple[str, ...], theirs: str) -> dict[str, Paired]:
+        return {
+            f"{data}, {TITLES[method]} minus {TITLES[theirs]}": paired(
+                cells[method].final(judged_by(method)), cells[theirs].final(judged_by(theirs))
+            )
+            for (data, cells), method in itertools.product(results.items(), ours)
+            if {method, theirs} <= set(cells)
+        }
+
+    compared = "final test accuracy, mean over clients (FedAvg and FedBABU fine-tuned)"
+    sharing = tuple(method for method in TITLES if method not in (*PROPOSED, FLOOR))
+    proposed, others, variance = against(PROPOSED, FLOOR), against(sharing, FLOOR), against(PROPOSED[1:], PROPOSED[0])
+    claims = [
+        ("A shared representation helps: FedReCo and FedReCo-PVR are above local training only.", proposed, 0.0),
+        ("(Ours.) The other methods, which share an extractor or a whole model, are above it too.", others, 0.0),
+    ]
+    found = [
+        Claim(str(number), text, compared, results, all_above(results, level), level)
+        for number, (text, results, level) in enumerate(claims, 1)
+        if results
+    ]
+    if variance:
+        text = f"FedReCo-PVR makes no visible difference to FedReCo (within {100 * VISIBLE:g} point of accuracy)."
+        found.append(Claim(str(len(found) + 1), text, compared, variance, within(variance, VISIBLE)))
+    return found
+
+
+def within(results: Mapping[str, Paired], margin: float) -> str:
+    """Are all differences smaller than the margin, in the mean and with their intervals?"""
+    n = len(results)
+    near = sum(abs(r.mean) < margin for r in results.values())
+    clear = sum(-margin < r.low and r.high < margin for r in results.values())
+    count = f"{near} of {n} cases in the mean, {clear} of {n} with the whole 95 % interval"
+    if clear == n:
+        return f"holds ({count})"
+    return f"holds in the mean only ({count})" if near == n else f"does not hold ({count})"
+
+
+# ------------------------------------------------------------------------------------------------- figures and page
+
+
+def curves_of(cells: Mapping[str, Cell], clients: int) -> pd.DataFrame:
+    """One history of all methods, with `accuracy` as they are judged; bytes and calls of all clients together."""
+    parts = []
+    for method, cell in cells.items():
+        part = cell.history(method)
+        part["accuracy"] = part[judged_by(method)]
+        parts.append(part.assign(bytes=part["bytes"] * clients, oracle_calls=part["oracle_calls"] * clients))
+    return pd.concat(parts, ignore_index=True)
+
+
+def write_tables(folder: Path, frames: Mapping[str, pd.DataFrame]) -> None:
+    (folder / "tables").mkdir(parents=True, exist_ok=True)
+    for name, frame in frames.items():
+        frame.to_csv(folder / "tables" / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n")
+
+
+def write_settings(folder: Path, plan: Any) -> None:
+    (folder / "settings.toml").write_text(tomli_w.dumps(_plain(plan)), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """As a settings file has it: records as tables, pairs with names as tables, networks in words."""
+    if isinstance(value, CNN):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: _plain(own) for name, own in fields.items() if own is not None}
+    if isinstance(value, tuple):
+        pairs = bool(value) and all(isinstance(own, tuple) for own in value)
+        return {name: _plain(own) for name, own in value} if pairs else [_plain(own) for own in value]
+    return value
+
+
+def render(template: str, **values: Any) -> str:
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    return jinja2.Template(text, keep_trailing_newline=True, trim_blocks=True).render(**values)
+
+
+def write_page(experiment: Experiment, command: str) -> Path:
+    """The page of what is finished."""
+    folder, plan, results = experiment.folder, experiment.plan, experiment.finished()
+    claims, about = check_claims(results), dict(plan.data)
+    frames = {
+        f"{kind}-{data}": table(cells)
+        for data, cells in results.items()
+        for kind, table in (("final", final_table), ("tuned", tuned_table), ("diagnostics", diagnostics_table))
+    }
+    write_tables(folder, frames | {"claims": claims_table(claims)})
+    facts = {data: next(iter(cells.values())).settings[0] for data, cells in results.items()}
+    for data, cells in results.items():
+        history = curves_of(cells, facts[data]["clients"])
+        first = sorted(cells, key=lambda method: method not in PROPOSED)  # full lines for those in question
+        drawn = looks({method: TITLES[method] for method in first}, FLOOR)
+        for against, name in (("round", "rounds"), ("bytes", "bytes"), ("oracle_calls", "work")):
+            title = f"Test accuracy, {about[data].title}"
+            shown = figures.curves(history, "accuracy", against, title=title, methods=drawn)
+            figures.write(shown, folder / "figures", f"accuracy-{data}-{name}")
+    write_settings(folder, plan)
+    cells = [cell for found in results.values() for cell in found.values()]
+    missing = [
+        f"{TITLES[m]} ({data})" for data, m in itertools.product(about, plan.methods) if m not in results.get(data, {})
+    ]
+    text = render(
+        "personal.md.jinja", plan=plan, command=command, about=about, facts=facts, missing=missing,
+        couplings={TITLES[method]: value for method, value in plan.couplings if method in plan.methods},
+        claims=markdown_claims(claims), tables={name: tables.markdown(frame) for name, frame in frames.items()},
+        machines=sorted({cell.machine for cell in cells}),
+        minutes=f"{sum(cell.seconds for cell in cells) / 60:.0f}", quick=plan == QUICK,
+    )  # fmt: skip
+    page = folder / "README.md"
+    page.write_text(text, encoding="utf-8")
+    return page
