@@ -257,7 +257,7 @@ def test_page_of_made_up_cells(tmp_path):
         )  # fmt: skip
 
     for method in plan.methods:
-        kept(experiment.path("fmnist", method), lambda: invented(method))
+        kept(experiment.path(f"fmnist-{method}"), lambda: invented(method))
     text = personal.write_page(experiment, "nestfed reproduce personal").read_text()
     assert "Not run yet: local training only (cifar10), FedAvg (cifar10)" in text and "abacus" in text
     assert "50 clients, 49000 images to train on and 21000" in " ".join(text.split())

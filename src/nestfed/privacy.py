@@ -10,6 +10,7 @@ Transforms act on what is news in an upload: the tree less what the algorithm na
 transformed: they are evaluation, exact, and outside every guarantee. The exchanges of `init` are uploads like others.
 """
 
+import abc
 import dataclasses
 import functools
 import math
@@ -285,7 +286,7 @@ def upload_bytes(transforms: Sequence[Transform], size: int, itemsize: int) -> i
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Guarantee:
+class Guarantee(abc.ABC):
     """The Gaussian mechanism on every exchange. Use LocalDP or CentralDP.
 
     clip                  largest norm of an upload (of what is news in it)
@@ -353,8 +354,9 @@ class Guarantee:
         return self.multiplier * self.sensitivity_factor * self.clip
 
     @property
+    @abc.abstractmethod
     def transforms(self) -> tuple[Transform, ...]:
-        raise NotImplementedError
+        """What gives the guarantee, in the order of use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

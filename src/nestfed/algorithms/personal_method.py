@@ -75,4 +75,4 @@ class HeadThenBody(PersonalMethod):
 
     def synchronise(self, problem, s, draw, fed):
         """What follows the round's last step."""
-        raise NotImplementedError
+        raise UserError(f"{type(self).__name__} must define synchronise(problem, s, draw, fed).")

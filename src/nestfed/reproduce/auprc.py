@@ -22,7 +22,7 @@ from nestfed.models import CNN, Convolution
 from nestfed.ranking import AreaUnderRoc, AveragePrecision
 from nestfed.report import figures, studies, tables
 from nestfed.report.statistics import paired
-from nestfed.reproduce.cells import Cell, kept, train
+from nestfed.reproduce.cells import Cell, Trainings, train
 from nestfed.reproduce.verdicts import Claim, all_above, claims_table, markdown_claims
 from nestfed.robust import MeanLoss
 from nestfed.tasks.ranked_images import BinaryLosses, ImageScores, deal_ranked, ranked_task, rare_second_half
@@ -92,10 +92,8 @@ QUICK = Plan(
 
 
 def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Path:
-    plan = QUICK if quick else Plan()
-    experiment = Experiment(folder, plan, progress)
-    for name in experiment.names():
-        experiment.cell(name)
+    experiment = Experiment(folder, QUICK if quick else Plan(), progress)
+    experiment.train_all()
     return write_page(experiment, command)
 
 
@@ -103,15 +101,12 @@ def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Pa
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiment:
+class Experiment(Trainings):
     """The cells: `choose-DATA-METHOD` (step size and beta) and the trainings that count, `DATA-METHOD`."""
 
-    folder: Path
     plan: Plan
-    progress: bool | None = None
 
     def names(self) -> list[str]:
-        """All cells, in an order in which each finds what it needs."""
         plan = self.plan
         return [
             f"{what}{data}:{method}" for data, _ in plan.data for what in ("choose-", "") for method in plan.methods
@@ -119,9 +114,6 @@ class Experiment:
 
     def images(self, data: str) -> Images:
         return _images(data, self.plan.keep)
-
-    def cell(self, name: str) -> Cell:
-        return kept(self.folder / "cells" / f"{name.replace(':', '-')}.json", functools.partial(self._train, name))
 
     def _train(self, name: str) -> Cell:
         data, method = name.removeprefix("choose-").split(":")

@@ -4,6 +4,9 @@ A cell is a sweep of settings x seeds of one algorithm. What it leaves is plain 
 metrics, what diverged, how long it took and where.
 """
 
+import abc
+import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -127,6 +130,33 @@ def kept(path: Path, make: Callable[[], Cell]) -> Cell:
         }
         replace_file(path, json.dumps(plain).encode())
     return load(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainings(abc.ABC):
+    """The cells of an experiment, by name; each can be trained alone."""
+
+    folder: Path
+    plan: Any  # how much is done
+    progress: bool | None = None
+
+    @abc.abstractmethod
+    def names(self) -> list[str]:
+        """All cells, in an order in which each finds what it needs."""
+
+    @abc.abstractmethod
+    def _train(self, name: str) -> Cell:
+        """The cell of this name, anew."""
+
+    def path(self, name: str) -> Path:
+        return self.folder / "cells" / f"{name.replace(':', '-')}.json"  # no colon: not all file systems have it
+
+    def cell(self, name: str) -> Cell:
+        return kept(self.path(name), functools.partial(self._train, name))
+
+    def train_all(self) -> None:
+        for name in self.names():
+            self.cell(name)
 
 
 def load(path: Path) -> Cell:

@@ -6,7 +6,6 @@ Settings are chosen in runs with other seeds, on other points than those of the 
 """
 
 import dataclasses
-import functools
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from nestfed.report import figures, tables
 from nestfed.report.figures import INK, MUTED, STYLE
 from nestfed.report.statistics import Paired, paired
 from nestfed.report.style import Look, looks
-from nestfed.reproduce.cells import Cell, kept, train
+from nestfed.reproduce.cells import Cell, Trainings, train
 from nestfed.reproduce.verdicts import Claim, all_above, all_below, claims_table, markdown_claims
 from nestfed.results import versions
 from nestfed.tasks.invariant import (
@@ -77,8 +76,7 @@ QUICK = Plan(
 
 def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Path:
     experiment = Experiment(folder, QUICK if quick else Plan(), progress)
-    for name in experiment.names():
-        experiment.cell(name)
+    experiment.train_all()
     return write_page(experiment, command)
 
 
@@ -86,21 +84,15 @@ def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Pa
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiment:
+class Experiment(Trainings):
     """The cells: `choose-METHOD`, the whole grid at every noise and number of views, where there is something to
     choose; and `METHOD`, with the chosen settings."""
 
-    folder: Path
     plan: Plan
-    progress: bool | None = None
 
     def names(self) -> list[str]:
-        """All cells, in an order in which each finds what it needs."""
         several = [method for method in TITLES if len(self._candidates(method)) > 1]
         return [*(f"choose-{method}" for method in several), *TITLES]
-
-    def cell(self, name: str) -> Cell:
-        return kept(self.folder / "cells" / f"{name}.json", functools.partial(self._train, name))
 
     def part(self, method: str, noise: float, views: int) -> Cell:
         """The training that counts. With one view there is no difference between the composition and the contrast."""

@@ -26,7 +26,7 @@ from nestfed.data.omniglot import Omniglot, deal_characters, load_omniglot
 from nestfed.models import ImageModel
 from nestfed.report import figures, studies, tables
 from nestfed.report.statistics import Paired, paired
-from nestfed.reproduce.cells import Cell, kept, load, train_in_turn
+from nestfed.reproduce.cells import Cell, Trainings, load, train_in_turn
 from nestfed.reproduce.verdicts import Claim, all_above, all_below, claims_table, markdown_claims
 from nestfed.tasks.maml import CONV4, character_task, sine_task
 
@@ -89,10 +89,8 @@ QUICK = Plan(  # two methods: compiling takes all the time
 
 
 def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Path:
-    plan = QUICK if quick else Plan()
-    experiment = Experiment(folder, plan, progress=progress)
-    for name in experiment.names():
-        experiment.cell(name)
+    experiment = Experiment(folder, QUICK if quick else Plan(), progress)
+    experiment.train_all()
     return write_page(experiment, command)
 
 
@@ -105,13 +103,11 @@ def name_of(study: str, part: Any, method: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiment:
+class Experiment(Trainings):
     """The cells, STUDY-PART-METHOD; each can be trained alone, after the choice of its settings."""
 
-    folder: Path
     plan: Plan
     data: Omniglot | None = None  # None: loaded when it is needed
-    progress: bool | None = None
 
     def parts(self, study: str) -> list[str]:
         return list(PHASES) if study == "sine" else [str(shots) for shots in self.plan.shots]
@@ -126,13 +122,8 @@ class Experiment:
             for part in ("choose", *self.parts(one))
         ]  # fmt: skip
 
-    def path(self, name: str) -> Path:
-        return self.folder / "cells" / f"{name}.json"
-
-    def cell(self, name: str) -> Cell:
-        return kept(self.path(name), functools.partial(self._train, *name.split("-", 2)))
-
-    def _train(self, study: str, part: str, method: str) -> Cell:
+    def _train(self, name: str) -> Cell:
+        study, part, method = name.split("-", 2)
         plan, choosing = self.plan, part == "choose"
         grid = self.grid(study, method) if choosing else [self.chosen(study, method)]
         seeds = range(1 if choosing else plan.sine_seeds if study == "sine" else plan.seeds)

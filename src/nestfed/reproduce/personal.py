@@ -28,7 +28,7 @@ from nestfed.personal import PersonalTask
 from nestfed.report import figures, tables
 from nestfed.report.statistics import Paired, paired
 from nestfed.report.style import looks
-from nestfed.reproduce.cells import Cell, kept, load, train_in_turn
+from nestfed.reproduce.cells import Cell, Trainings, load, train_in_turn
 from nestfed.reproduce.verdicts import Claim, all_above, claims_table, markdown_claims
 from nestfed.tasks.personal import (
     COLOUR,
@@ -162,8 +162,7 @@ QUICK = Plan(
 
 def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Path:
     experiment = Experiment(folder, QUICK if quick else Plan(), progress)
-    for name in experiment.names():
-        experiment.cell(name)
+    experiment.train_all()
     return write_page(experiment, command)
 
 
@@ -171,24 +170,16 @@ def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Pa
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiment:
+class Experiment(Trainings):
     """The cells, DATA-METHOD; each can be trained alone."""
 
-    folder: Path
     plan: Plan
-    progress: bool | None = None
 
     def names(self) -> list[str]:
         return [f"{data}-{method}" for data, _ in self.plan.data for method in self.plan.methods]
 
-    def path(self, data: str, method: str) -> Path:
-        return self.folder / "cells" / f"{data}-{method}.json"
-
-    def cell(self, name: str) -> Cell:
+    def _train(self, name: str) -> Cell:
         data, method = name.split("-", 1)
-        return kept(self.path(data, method), functools.partial(self._train, data, method))
-
-    def _train(self, data: str, method: str) -> Cell:
         plan, seeds, facts = self.plan, range(self.plan.seeds), self.plan.facts(data)
         return train_in_turn(
             [(facts, plan.algorithm(method, facts["epoch"]))], [plan.task(data, method, seed) for seed in seeds], seeds,
@@ -210,8 +201,9 @@ class Experiment:
 
     def finished(self) -> dict[str, dict[str, Cell]]:
         """Data -> method -> its training, as far as they are there."""
+        paths = lambda data: {method: self.path(f"{data}-{method}") for method in self.plan.methods}
         found = {
-            data: {m: load(self.path(data, m)) for m in self.plan.methods if self.path(data, m).exists()}
+            data: {method: load(path) for method, path in paths(data).items() if path.exists()}
             for data, _ in self.plan.data
         }
         return {data: cells for data, cells in found.items() if cells}

@@ -6,7 +6,6 @@ that keeps a usual epsilon is far larger than the signal in a network of a milli
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from nestfed.privacy import Clip, ClipMean, LocalDP, Transform
 from nestfed.report import figures, studies, tables
 from nestfed.report.statistics import Paired, paired
 from nestfed.reproduce import personal
-from nestfed.reproduce.cells import Cell, kept, load, train_in_turn
+from nestfed.reproduce.cells import Cell, Trainings, load, train_in_turn
 from nestfed.reproduce.personal import FLOOR, TITLES, VISIBLE, judged_by
 from nestfed.reproduce.verdicts import Claim, all_below, claims_table, markdown_claims
 
@@ -74,8 +73,7 @@ QUICK = Plan(
 
 def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Path:
     experiment = Experiment(folder, QUICK if quick else Plan(), progress)
-    for name in experiment.names():
-        experiment.cell(name)
+    experiment.train_all()
     return write_page(experiment, command)
 
 
@@ -83,12 +81,10 @@ def run(folder: Path, command: str, *, quick: bool, progress: bool | None) -> Pa
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiment:
+class Experiment(Trainings):
     """The cells, DATA-METHOD-RELEASE, with a setting for every epsilon or multiplier; each can be trained alone."""
 
-    folder: Path
     plan: Plan
-    progress: bool | None = None
 
     def names(self) -> list[str]:
         of_data = lambda data: (
@@ -97,13 +93,8 @@ class Experiment:
         )
         return [name for data, _ in self.plan.training.data for name in of_data(data)]
 
-    def path(self, name: str) -> Path:
-        return self.folder / "cells" / f"{name}.json"
-
-    def cell(self, name: str) -> Cell:
-        return kept(self.path(name), functools.partial(self._train, *parts(name)))
-
-    def _train(self, data: str, method: str, release: str) -> Cell:
+    def _train(self, name: str) -> Cell:
+        data, method, release = parts(name)
         plan, training = self.plan, self.plan.training
         seeds, facts = range(training.seeds), training.facts(data)
         algorithm = training.algorithm(method, facts["epoch"])
