@@ -288,6 +288,15 @@ def test_divergence_of_gaussians_and_its_two_directions():
     assert_allclose(class_from_encoder(*other, 0.1, features, labels), 0.1 * backward)
 
 
+def test_a_class_of_many_experts_is_near_in_one_direction_only():
+    """Why the released code's direction is the default: n equal experts make a class sqrt(n) times as narrow."""
+    n, features, labels = 5000, jnp.array([[0.0, np.log(np.e - 1)]]), jnp.array([0])
+    common = jnp.zeros((1, 1)), jnp.full((1, 1), n**-0.5)
+    assert_allclose(class_from_encoder(*common, 1.0, features, labels), (1 / n - 1 + np.log(n)) / 2, rtol=1e-6)
+    assert_allclose(encoder_from_class(*common, 1.0, features, labels), (n - 1 - np.log(n)) / 2, rtol=1e-6)
+    assert make("fedcr", lr=0.1).divergence == "code"
+
+
 def test_a_representation_without_deviation_is_its_mean():
     problem, head, label = RandomSorting(draws=4), jnp.arange(6.0).reshape(2, 3), jnp.array([1])
 
