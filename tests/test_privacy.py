@@ -35,6 +35,7 @@ from nestfed.privacy import (
     transforms_of,
 )
 from nestfed.problems import SingleLevel
+from nestfed.progress import Progress
 from nestfed.record import Record
 from nestfed.robust import KL
 from nestfed.tasks.toys import quadratics
@@ -178,10 +179,22 @@ def test_a_transform_acts_on_what_is_news():
         x += np.mean([np.clip(step, -1.5, 1.5) for step in news])
     assert_allclose(result.server.x, [x], rtol=1e-12)
     assert_allclose(result.history["clipped_uploads"], [np.nan, *clipped])
-    # At the server: the mean of the steps, clipped.
+    # The mean of the steps, clipped.
     steps = [-0.5 * a * (start - c) for a, c in zip(curvatures, centers, strict=True)]
     result = simulate(make("fedavg", lr=0.5), task, rounds=1, uploads=ClipMean(norm=0.1), progress=False)
     assert_allclose(result.server.x, [np.clip(np.mean(steps), -0.1, 0.1)], rtol=1e-12)
+
+
+def test_a_clipped_mean_hides_nothing_about_the_noise():
+    """The ratio of signal and noise is that of the mean before it is clipped."""
+    task, noise = regression((5, 9, 7)), GaussianNoise(sigma=0.01)
+    free, short = (
+        simulate(make("fedavg", lr=0.1), task, rounds=1, uploads=uploads, progress=False)
+        for uploads in (noise, (noise, ClipMean(norm=1e-3)))
+    )
+    assert_allclose(short.history["signal_to_noise"], free.history["signal_to_noise"], rtol=1e-12)
+    assert np.linalg.norm(short.server.x - task.params[0]) == pytest.approx(1e-3)
+    assert np.linalg.norm(free.server.x - task.params[0]) > 1e-2
 
 
 @struct
@@ -285,6 +298,15 @@ def test_a_row_of_a_sweep_is_a_run():
     for name in ("loss", "signal_to_noise", "clipped_uploads", "epsilon"):
         assert_allclose(rows.history[name][1, 1], alone.history[name], rtol=1e-9)
     assert rows.spending[1].epsilon(3) == alone.spending.epsilon(3)
+
+
+def test_the_bar_of_a_sweep_shows_what_is_spent(monkeypatch):
+    shown = []
+    monkeypatch.setattr(Progress, "update", lambda bar, done, speed, values: shown.append((done, values)))
+    settings_ = [make("fedavg", lr=0.1, local_steps=steps) for steps in (1, 2)]  # two programs
+    rows = sweep(settings_, regression(), rounds=3, progress=False, uploads=LOCAL)
+    assert shown[-1] == (6, {"epsilon": rows.spending[1].epsilon(3)})
+    assert all(values["epsilon"] > 0 for _, values in shown)
 
 
 # ------------------------------------------------------------------------------------------------- the ledger

@@ -3,7 +3,8 @@
 A transform stands between the question of `fed.mean` (or `fed.gather`) and its answer; algorithms do not notice it.
 
     Clip, Sparsify, Quantise, GaussianNoise    what a client does to its upload before it leaves
-    ClipMean, ServerNoise                      what the server does to a mean before it answers
+    ServerNoise                                what the server does to a mean before it answers
+    ClipMean                                   what everybody does to that answer before it is used
     LocalDP, CentralDP                         a guarantee: the transforms that give it, and what it costs (`Spending`)
 
 Transforms act on what is news in an upload: the tree less what the algorithm named as `around`. Metrics are not
@@ -57,7 +58,8 @@ class Transform:
     @property
     def touches(self) -> bool:
         """Does it change anything?"""
-        return type(self).apply is not Transform.apply or type(self).treat is not Transform.treat
+        own = type(self)
+        return any(getattr(own, word) is not getattr(Transform, word) for word in ("apply", "treat", "finish"))
 
     def check(self) -> None:
         """Refuse settings out of range."""
@@ -73,6 +75,10 @@ class Transform:
 
     def treat(self, mean: PyTree, largest: Array, key: Array) -> PyTree:
         """The mean as the server answers it; `largest` is the largest share of a client in it."""
+        return mean
+
+    def finish(self, mean: PyTree) -> PyTree:
+        """The mean as it is used: everybody does the same to the server's answer, after what is recorded about it."""
         return mean
 
     def variance(self, largest: Array, squares: Array) -> Array:
@@ -93,9 +99,7 @@ class Clip(Transform):
     clipping = True
 
     def apply(self, tree: PyTree, key: Array) -> PyTree:
-        length = joint_norm(tree)
-        factor = jnp.where(length > self.norm, self.norm / jnp.where(length > 0, length, 1), 1)
-        return jax.tree.map(lambda a: a * factor.astype(a.dtype), tree)
+        return shortened(tree, self.norm)
 
     def clips(self, tree: PyTree) -> Array:
         return joint_norm(tree) > self.norm
@@ -103,12 +107,12 @@ class Clip(Transform):
 
 @struct
 class ClipMean(Transform):
-    """The same for the mean, at the server."""
+    """The same for the mean."""
 
     norm: float = setting("C: largest norm of a mean", above=0)
 
-    def treat(self, mean: PyTree, largest: Array, key: Array) -> PyTree:
-        return Clip(norm=self.norm).apply(mean, key)
+    def finish(self, mean: PyTree) -> PyTree:
+        return shortened(mean, self.norm)
 
 
 @struct
@@ -201,6 +205,13 @@ def joint_norm(tree: PyTree) -> Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(a)) for a in jax.tree.leaves(tree)))
 
 
+def shortened(tree: PyTree, norm: float) -> PyTree:
+    """The tree times min(1, norm / its norm)."""
+    length = joint_norm(tree)
+    factor = jnp.where(length > norm, norm / jnp.where(length > 0, length, 1), 1)
+    return jax.tree.map(lambda a: a * factor.astype(a.dtype), tree)
+
+
 def _each(function: Callable, tree: PyTree, key: Array) -> PyTree:
     """function(array, its own key) for all arrays that hold anything."""
     leaves, structure = jax.tree.flatten(tree)
@@ -271,6 +282,13 @@ def treated(transforms: Sequence[Transform], mean: PyTree, largest: Array, key: 
     """A mean as the server answers it."""
     for i, transform in enumerate(transforms):
         mean = transform.treat(mean, largest, fold(key, i))
+    return mean
+
+
+def finished(transforms: Sequence[Transform], mean: PyTree) -> PyTree:
+    """The server's answer as it is used."""
+    for transform in transforms:
+        mean = transform.finish(mean)
     return mean
 
 

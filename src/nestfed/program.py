@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nestfed.core import Algorithm, Array, ClientRows, Cohort, Fed, PyTree, Sample, Task, UserError, everything
-from nestfed.privacy import Transform, minus, plus, transformed, treated
+from nestfed.privacy import Transform, finished, minus, plus, transformed, treated
 from nestfed.randomness import fold, fold_pair, priorities
 from nestfed.scaled import LOWEST, Scaled, is_scaled
 
@@ -203,7 +203,7 @@ class Transit:
         answer = exchange.mean(sent, treatment)
         leaves = [a.astype(float) for a in jax.tree.leaves(answer)]
         self._note(sum(jnp.sum(a**2) for a in leaves), sum(a.size for a in leaves), clipped)
-        return plus(answer, around)
+        return plus(finished(self.call.uploads, answer), around)
 
     def gather(self, exchange: Exchange, tree: PyTree, reply: Callable, key: Array) -> PyTree:
         if any(transform.hides_in_mean for transform in self.call.uploads):

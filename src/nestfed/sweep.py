@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -98,16 +98,16 @@ def sweep(
             plan, rate = make_plan(algorithm, _with_problem(first, problem), dropout=dropout, **options)
             number = lambda a: jnp.asarray(a, jnp.result_type(float) if isinstance(a, float) else None)
             stacked = jax.tree.map(lambda *a: jnp.stack([number(v) for v in a]), *[pairs[i] for i in members])
-            run, when, history, present = _sweep_group(
-                stacked, batch, keys, rounds, rate, plan, uploads, bar, offset=g * rounds
-            )
+            spending = spendings[members[0]]
+            spent = lambda round: {} if spending is None else {privacy.EPSILON: spending.epsilon(round)}
+            told = lambda round, speed: bar.update(g * rounds + round, speed, spent(round))
+            run, when, history, present = _sweep_group(stacked, batch, keys, rounds, rate, plan, uploads, told)
             for row, i in enumerate(members):
                 runs[i] = jax.tree.map(lambda a: a[row], run)
                 histories[i] = {name: column[row] for name, column in history.items()}
-                spending = spendings[i]
                 if spending is not None:
-                    spent = np.asarray([spending.epsilon(round) for round in when])
-                    histories[i][privacy.EPSILON] = np.broadcast_to(spent, (len(seeds), len(when)))
+                    epsilons = np.asarray([spending.epsilon(round) for round in when])
+                    histories[i][privacy.EPSILON] = np.broadcast_to(epsilons, (len(seeds), len(when)))
                 participants[i] = present[row]
     columns = {name: np.stack([h[name] for h in histories]) for name in histories[0]}
     return Sweep(
@@ -129,11 +129,10 @@ def _sweep_group(
     rate: Array,
     plan: Plan,
     uploads: tuple[Transform, ...],
-    bar: Progress,
-    offset: int,
+    told: Callable[[int, float], None],
 ) -> tuple[Run, np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """All settings of one structure x all seeds: (runs, evaluated rounds, history, clients that took part), leaves
-    [settings, seeds, ...]."""
+    [settings, seeds, ...]. told(rounds done, rounds per second) hears of progress."""
     run = _start(stacked, batch, keys, plan, uploads)
     evaluated: list[tuple[list[int], dict[str, Any]]] = []  # (rounds, values [settings, seeds, rounds, ...])
     shape = jax.tree.leaves(run)[0].shape[:2]
@@ -158,7 +157,7 @@ def _sweep_group(
             rows = {name: np.asarray(v)[:, :, due] for name, v in rows.items()}
             evaluated.append(([first + 1 + i for i in due], rows))
         first += length
-        bar.update(offset + first, speed, {})
+        told(first, speed)
     if evaluated[-1][0][-1] != rounds:
         evaluated.append(([rounds], now()))
     when = np.concatenate([r for r, _ in evaluated])
