@@ -175,7 +175,9 @@ def test_fedcr_trains_on_random_representations_of_images():
 
 def test_quick_personal(tmp_path, monkeypatch):
     monkeypatch.setenv("NESTFED_DATA", str(shared_data()))
-    monkeypatch.setattr(personal, "QUICK", dataclasses.replace(personal.QUICK, methods=("fedreco",), rounds=2))
+    ((name, about),) = personal.QUICK.data
+    data = ((name, dataclasses.replace(about, rounds=2)),)
+    monkeypatch.setattr(personal, "QUICK", dataclasses.replace(personal.QUICK, data=data, methods=("fedreco",)))
     page = reproduce("personal", out=tmp_path / "out", quick=True, progress=False)
     text = page.read_text()
     assert "{{" not in text and "{%" not in text and "Not run yet" not in text and "quick version" in text
@@ -195,7 +197,9 @@ def test_private_trainings_by_name_and_their_page(tmp_path, monkeypatch):
     images = deal_classes(made_images((8, 2), (8, 8, 3)), clients=10)
     monkeypatch.setattr(personal, "_images", lambda about, clients, seed: images)
     plan = dataclasses.replace(privacy.QUICK, releases=("plain", "paper", "analytic"), epsilons=(100.0,))
-    plan = dataclasses.replace(plan, training=dataclasses.replace(plan.training, rounds=2, seeds=1))
+    ((name, about),) = plan.training.data
+    data = ((name, dataclasses.replace(about, rounds=2)),)
+    plan = dataclasses.replace(plan, training=dataclasses.replace(plan.training, data=data, seeds=1))
     experiment = privacy.Experiment(tmp_path, plan, progress=False)
     for release in ("paper", "analytic"):
         experiment.cell(f"subset-fedavg-whole-{release}")
@@ -210,7 +214,8 @@ def test_private_trainings_by_name_and_their_page(tmp_path, monkeypatch):
     assert_allclose(paper["noise multiplier"], sigma / 20, rtol=1e-4)
     assert exact["norm of the noise in a mean"] > paper["norm of the noise in a mean"]
     assert 100 < exact["epsilon of the run"] < paper["epsilon of the run"]  # two releases; with the true sensitivity
-    assert (tmp_path / "figures" / "accuracy-subset.png").stat().st_size > 5_000
+    for name in ("epsilon", "noise"):
+        assert (tmp_path / "figures" / f"accuracy-subset-{name}.png").stat().st_size > 5_000
     assert EXPERIMENTS["privacy"] is privacy.run
 
 
@@ -234,14 +239,16 @@ def test_every_method_of_the_plan_has_the_paper_s_settings():
     steps = {method: getattr(a, "head_steps", 0) + a.local_steps for method, a in made.items()}
     assert set(steps.values()) == {42}  # two epochs
     assert (made["fedreco"].coupling, made["fedreco-pvr"].server_lr, made["fedpac"].coupling) == (0.01, 0.001, 1.0)
-    assert len(personal.Experiment(Path(), plan).names()) == 27
+    coded = made["fedreco-code"]
+    assert (coded.server_lr, coded.server_grad, coded.coupling) == (0.01, "full", 0.01)
+    assert len(personal.Experiment(Path(), plan).names()) == 30
 
 
 def test_page_of_made_up_cells(tmp_path):
     """Numbers put in come out, without data; FedAvg and FedBABU are judged fine-tuned; what is not there is named."""
     plan = dataclasses.replace(personal.Plan(), data=personal.Plan().data[:2])
     experiment = personal.Experiment(tmp_path, plan)
-    level = dict(zip(personal.TITLES, (0.8, 0.5, 0.85, 0.86, 0.1, 0.79, 0.84, 0.9, 0.904), strict=True))
+    level = dict(zip(personal.TITLES, (0.8, 0.5, 0.85, 0.86, 0.1, 0.79, 0.84, 0.9, 0.904, 0.91), strict=True))
     parts = ("", "_worst_decile", "_lowest", "_deviation")
 
     def invented(method):
@@ -265,7 +272,7 @@ def test_page_of_made_up_cells(tmp_path):
     assert table.loc["FedAvg", "test accuracy"] == pytest.approx(0.501)
     assert table.loc["FedAvg, fine-tuned", "test accuracy"] == pytest.approx(0.851)
     shared, others, variance = (claim.verdict for claim in personal.check_claims(experiment.finished()))
-    assert shared.startswith("holds (2 of 2") and others.startswith("does not hold (4 of 6")  # FedBABU and FedPAC
+    assert shared.startswith("holds (3 of 3") and others.startswith("does not hold (4 of 6")  # FedBABU and FedPAC
     assert variance.startswith("holds (1 of 1")
     settings = tomllib.loads((tmp_path / "settings.toml").read_text())
     assert settings["couplings"]["fedpac"] == 1.0 and settings["data"]["cifar10"]["classes"] == 2

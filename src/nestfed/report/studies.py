@@ -12,6 +12,9 @@ from nestfed.report import statistics
 from nestfed.report.figures import MUTED, STYLE
 from nestfed.report.style import looks, title_of
 
+LEVELS = ("dotted", "dashed", "dashdot")  # how lines to compare with are drawn
+LONGEST_LABEL = 6  # characters; values of a setting that need more get the axis's own labels
+
 
 def panels(
     parts: Sequence[tuple[str, pd.DataFrame]], metric: str, methods: Mapping[str, str], *, ylabel: str
@@ -56,11 +59,13 @@ def metric_panels(history: pd.DataFrame, metrics: Mapping[str, str], methods: Ma
     return figure
 
 
-def lines_over(table: Any, across: str, metrics: Sequence[str]) -> Figure:
-    """One panel per metric against a setting such as the number of local steps, on a scale of powers of two.
+def lines_over(
+    table: Any, across: str, metrics: Sequence[str], levels: Mapping[str, Mapping[str, float]] | None = None
+) -> Figure:
+    """One panel per metric against a setting such as the number of local steps, on a logarithmic scale.
 
     `table` is a DataFrame with the columns method, `across`, and for every metric its mean and "METRIC, std". Methods
-    with one row are left out.
+    with one row are left out. `levels`, title -> metric -> value, are lines to compare with, three at most.
     """
     counts = table.groupby("method", sort=False).size()
     several = [str(method) for method in counts.index[counts > 1]]
@@ -75,9 +80,12 @@ def lines_over(table: Any, across: str, metrics: Sequence[str]) -> Figure:
                     own[across], own[metric], yerr=own[f"{metric}, std"], color=look.colour, marker=look.marker,
                     linewidth=2, elinewidth=1.2, label=look.title,
                 )  # fmt: skip
-            axes.set_xscale("log", base=2)
-            values = sorted(table[across].unique())
-            axes.set_xticks(values, [f"{value:g}" for value in values])
+            for (title, values), dash in zip((levels or {}).items(), LEVELS, strict=False):
+                axes.axhline(values[metric], color=MUTED, linestyle=dash, linewidth=1.4, label=title)
+            axes.set_xscale("log")
+            labels = {value: f"{value:g}" for value in sorted(table[across].unique())}
+            if max(map(len, labels.values())) <= LONGEST_LABEL:
+                axes.set_xticks(list(labels), list(labels.values()))
             axes.minorticks_off()
             axes.set_title(metric[:1].upper() + metric[1:])
         figure.supxlabel(f"{across}; mean over seeds, the bar is one standard deviation", fontsize=10, color=MUTED)

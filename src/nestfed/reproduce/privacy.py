@@ -36,7 +36,9 @@ RELEASES = {
 class Plan:
     """How much is done."""
 
-    training: personal.Plan = dataclasses.replace(personal.Plan(), data=personal.Plan().data[:1])
+    training: personal.Plan = dataclasses.replace(
+        personal.Plan(), data=(("fmnist", dataclasses.replace(personal.FMNIST, rounds=100, evaluate_every=20)),)
+    )
     releases: tuple[str, ...] = tuple(RELEASES)
     epsilons: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)  # of one release
     multipliers: tuple[float, ...] = (0.0001, 0.001, 0.01)  # noise / (2 clip)
@@ -64,7 +66,9 @@ class Plan:
         return (self.guarantee(release, value) or Clip(norm=self.clip), *again)
 
 
-_SUBSET = personal.DataPlan("a subset of CIFAR-10", "cifar10-subset", personal.SMALL, classes=2, vary=True)
+_SUBSET = personal.DataPlan(
+    "a subset of CIFAR-10", "cifar10-subset", personal.SMALL, classes=2, rounds=4, evaluate_every=2, vary=True
+)
 QUICK = Plan(
     training=dataclasses.replace(personal.QUICK, data=(("subset", _SUBSET),), clients=10),
     releases=("plain", "analytic"), epsilons=(1.0, 100.0),
@@ -96,15 +100,15 @@ class Experiment(Trainings):
     def _train(self, name: str) -> Cell:
         data, method, release = parts(name)
         plan, training = self.plan, self.plan.training
-        seeds, facts = range(training.seeds), training.facts(data)
+        seeds, facts, about = range(training.seeds), training.facts(data), dict(training.data)[data]
         algorithm = training.algorithm(method, facts["epoch"])
         facts |= {"numbers": upload_size(plan, data, method)}
         tasks = [training.task(data, method, seed) for seed in seeds]
         cells = [
             train_in_turn(
                 [(facts if math.isnan(value) else facts | {"value": value}, algorithm)], tasks, seeds,
-                uploads=plan.uploads(method, release, value), rounds=training.rounds,
-                evaluate_every=training.evaluate_every, progress=self.progress,
+                uploads=plan.uploads(method, release, value), rounds=about.rounds,
+                evaluate_every=about.evaluate_every, progress=self.progress,
                 title=f"{TITLES[method]}, {RELEASES[release]}",
             )
             for value in plan.values(release)
@@ -154,8 +158,7 @@ def final_table(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
             if guarantee is not None:
                 noise = guarantee.sigma * math.sqrt(facts["numbers"] / facts["clients"])
             signal = cell.metrics.get(privacy.SIGNAL)
-            # With a mean that the server clips, what is recorded is after the clip, and says nothing about the signal.
-            measured = math.nan if signal is None or method != "fedreco" else _median(signal[i])
+            measured = math.nan if signal is None else _median(signal[i])
             accuracy = cell.final("test_accuracy", i)
             row |= {
                 "noise multiplier": guarantee.sigma / (2 * plan.clip) if guarantee is not None else math.nan,
@@ -217,15 +220,23 @@ def write_page(experiment: Experiment, command: str) -> Path:
     training, about = plan.training, dict(plan.training.data)
     table, claims = final_table(plan, results), check_claims(plan, results)
     personal.write_tables(folder, {"final": table, "claims": claims_table(claims)})
-    drawn = []
+    drawn, metrics = [], ["test accuracy", "judged accuracy"]
     for data in about:
-        own = table.query("data == @data and `epsilon of a release` > 0")
-        if own.empty:
-            continue
-        drawn.append(data)
-        lines = own.assign(method=own["method"] + ", " + own["uploads"])
-        shown = studies.lines_over(lines, "epsilon of a release", ["test accuracy", "judged accuracy"])
-        figures.write(shown, folder / "figures", f"accuracy-{data}")
+        own = table.query("data == @data")
+        noiseless = own[own["uploads"].isin(["none", RELEASES["plain"]])].set_index("method")
+        levels = {
+            title if title == TITLES[FLOOR] else f"{title}, no noise": row[metrics].to_dict()
+            for title, row in noiseless.iterrows()
+        }
+        released = own.query("`epsilon of a release` > 0")
+        released = released.assign(method=released["method"] + ", " + released["uploads"])
+        noisy = own.query("`noise multiplier` > 0")
+        for name, rows, across in (
+            ("epsilon", released, "epsilon of a release"), ("noise", noisy, "noise multiplier"),
+        ):  # fmt: skip
+            if len(rows) > 1:
+                drawn.append(f"accuracy-{data}-{name}")
+                figures.write(studies.lines_over(rows, across, metrics, levels), folder / "figures", drawn[-1])
     personal.write_settings(folder, plan)
     facts = {parts(name)[:2]: cell.settings[0] for name, cell in results.items()}
     sizes = {
@@ -235,7 +246,7 @@ def write_page(experiment: Experiment, command: str) -> Path:
     text = personal.render(
         "privacy.md.jinja", plan=plan, training=training, command=command, about=about, sizes=sizes,
         clients={data: own["clients"] for (data, _), own in facts.items()},
-        figures=drawn, drowned=int((ratio < 1).sum()),
+        figures=drawn, rounds=" or ".join(str(own.rounds) for own in about.values()), drowned=int((ratio < 1).sum()),
         noisy=int(np.isfinite(ratio).sum()),
         missing=[name for name in experiment.names() if name not in results],
         claims=markdown_claims(claims), table=tables.markdown(table),
