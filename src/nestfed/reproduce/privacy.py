@@ -223,10 +223,10 @@ def write_page(experiment: Experiment, command: str) -> Path:
     drawn, metrics = [], ["test accuracy", "judged accuracy"]
     for data in about:
         own = table.query("data == @data")
-        noiseless = own[own["uploads"].isin(["none", RELEASES["plain"]])].set_index("method")
+        noiseless = own[own["uploads"].isin(["none", RELEASES["plain"]])].to_dict("records")
         levels = {
-            title if title == TITLES[FLOOR] else f"{title}, no noise": row[metrics].to_dict()
-            for title, row in noiseless.iterrows()
+            row["method"] + (", no noise" if row["method"] != TITLES[FLOOR] else ""): {m: row[m] for m in metrics}
+            for row in noiseless
         }
         released = own.query("`epsilon of a release` > 0")
         released = released.assign(method=released["method"] + ", " + released["uploads"])
