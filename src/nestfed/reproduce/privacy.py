@@ -223,7 +223,7 @@ def write_page(experiment: Experiment, command: str) -> Path:
     drawn, metrics = [], ["test accuracy", "judged accuracy"]
     for data in about:
         own = table.query("data == @data")
-        noiseless = own[own["uploads"].isin(["none", RELEASES["plain"]])].to_dict("records")
+        noiseless = own.query("`noise multiplier`.isna() and `uploads clipped`.isna()").to_dict("records")
         levels = {
             row["method"] + (", no noise" if row["method"] != TITLES[FLOOR] else ""): {m: row[m] for m in metrics}
             for row in noiseless
