@@ -139,7 +139,7 @@ def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(kind):
     setups = make_setups(short, range(2))
     traces = sweep_method(short, "soap", setups, {}, {"lr": [0.01, 1.0]}, Budget(evaluations=1), progress=False)
     for trace in traces:
-        final, _ = short.evaluate(setups[trace.seed], trace.server)
+        final, _ = short.evaluate(setups[trace.seed], trace.left)
         assert short.score(final) == pytest.approx(1 - final["validation_average_precision"])
         recorded = {name: values[-1] for name, values in trace.stages[0].history.items() if name in final}
         assert set(recorded) == set(final)

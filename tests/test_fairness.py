@@ -177,7 +177,7 @@ def test_two_stages_hand_the_weights_over(kind, setups):
         nestfed.make("fedavg", lr=0.1, local_steps=5), setups[0].task(problem, setups[0].theta),
         seed=0, rounds=STEPS // 5,
     )  # fmt: skip
-    np.testing.assert_allclose(trace.server.x, again.server.x, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(trace.left.x, again.server.x, rtol=1e-5, atol=1e-7)
 
 
 # A method of one stage, one with an answer of its own for every client, and one of two stages.
@@ -190,14 +190,14 @@ def test_a_row_of_a_sweep_over_seeds_is_the_run_of_that_seed(kind, setups, name)
     chosen = traces[3]
     algorithms = kind.method(name).algorithms(setups[0], {"lr": 0.5})
     alone = run_method(kind, name, algorithms, setups[1], 1, Budget(evaluations=2), progress=False)
-    np.testing.assert_allclose(chosen.server.x, alone.server.x, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(chosen.left.x, alone.left.x, rtol=1e-6, atol=1e-9)
     for mine, other in zip(chosen.stages, alone.stages, strict=True):
         assert set(mine.history) == set(other.history) and mine.participants.tolist() == other.participants.tolist()
         for key, values in mine.history.items():
             np.testing.assert_allclose(values, other.history[key], rtol=1e-6, atol=1e-7, err_msg=key)
     best = best_changes(kind, setups, traces)
     final = lambda lr: np.mean(
-        [kind.evaluate(setups[t.seed], t.server)[0]["outer_loss"] for t in traces if t.changes["lr"] == lr]
+        [kind.evaluate(setups[t.seed], t.left)[0]["outer_loss"] for t in traces if t.changes["lr"] == lr]
     )
     assert best["lr"] == min((0.05, 0.5), key=final)  # of the state that counts: FedMinMax returns the average
 

@@ -54,7 +54,7 @@ def test_all_other_commands_run_in_their_order(tmp_path, call):
         assert code == 0, f"{command}\n{problem}"
     assert len(printed) >= 12
     pages = [line for text in printed.values() for line in text.splitlines() if line.endswith("report.html")]
-    assert len(pages) == 8 and all((tmp_path / page).exists() for page in pages)
+    assert len(pages) == 9 and all((tmp_path / page).exists() for page in pages)
     assert (tmp_path / "runs" / "sweep-fairness-fedbio" / "best.toml").exists()
 
 

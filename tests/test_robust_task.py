@@ -207,15 +207,15 @@ def test_seeds_of_a_sweep_have_their_own_rows_and_the_robust_objective_chooses(k
     traces = sweep_method(short, "ds-feddro", setups, {}, {"lr": [0.01, 0.3]}, Budget(evaluations=1), progress=False)
     scores = {0.01: 0.0, 0.3: 0.0}
     for trace in traces:
-        final, _ = short.evaluate(setups[trace.seed], trace.server)
+        final, _ = short.evaluate(setups[trace.seed], trace.left)
         for name, values in trace.stages[0].history.items():
             if name in final:
                 assert values[-1] == pytest.approx(final[name], rel=1e-6), name
         scores[trace.changes["lr"]] += final["validation_robust_objective"]
     assert best_changes(short, setups, traces) == {"lr": min(scores, key=scores.__getitem__)}
     # The threshold of CVaR is a variable of the problem, and no parameter of the model.
-    theta = short.trained(setups[0], traces[0].server).theta
-    assert traces[0].server.x.size == sum(leaf.size for leaf in theta[0].values()) + 1
+    theta = short.trained(setups[0], traces[0].left).theta
+    assert traces[0].left.x.size == sum(leaf.size for leaf in theta[0].values()) + 1
 
 
 def test_no_row_can_weigh_more_than_the_bound(kind):

@@ -58,7 +58,7 @@ OPTIONS: dict[str, Any] = {
     "noise_multiplier": Annotated[float | None, _flag("Noise / sensitivity (2 x clip) of an exchange.", PRIVACY)],
     "delta": Annotated[float | None, _flag("delta of the guarantee (1e-5).", PRIVACY)],
     "epsilon_budget": Annotated[float | None, _flag("End before a round that would spend more.", PRIVACY)],
-    "model": Annotated[str | None, _flag("logistic, or network (two layers).", TRAINING)],
+    "model": Annotated[str | None, _flag("logistic, or network (two layers; personal).", TRAINING)],
     "penalty": Annotated[float | None, _flag("mu of (mu / 2) |theta|^2 (0.001).", TRAINING)],
     "batch_size": Annotated[int | None, _flag("Rows per batch (128, or 32 for small tables).", TRAINING)],
     "averaging": Annotated[str | None, _flag("Weights of clients: uniform, samples (robust, auprc).", TRAINING)],
@@ -174,6 +174,8 @@ def run(
     nestfed run robust --data my.csv --label ill --clients hospital --divergence kl --strength 2
 
     nestfed run auprc --data my.csv --label fraud --clients bank
+
+    nestfed run personal --data my.csv --label ill --clients hospital
     """
     settings, source = _settings(given)
     out = _out(settings, out)
@@ -247,7 +249,10 @@ def cost(given: dict[str, Any], json_: Json = False) -> None:
 @app.command()
 def reproduce(
     experiment: Annotated[
-        str, typer.Argument(help="fairness, counterexample, dro-images, dro-fairness, invariant, maml or auprc")
+        str,
+        typer.Argument(
+            help="fairness, counterexample, dro-images, dro-fairness, invariant, maml, auprc, personal or privacy"
+        ),
     ],
     out: Out = None,
     quick: Annotated[bool, _flag("A small version, to see that it works.", TRAINING)] = False,

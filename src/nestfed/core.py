@@ -661,6 +661,10 @@ class Task:
         """Where this client starts. Override it to give clients starting points of their own, from their constants."""
         return self.params
 
+    def training(self, data: ClientRows) -> ClientRows:
+        """The rows that a client trains on, of all that it holds: what an algorithm may pass over (`fed.rows`)."""
+        return data
+
     def sample(self, data: ClientRows, key: Array) -> PyTree:
         """One batch of one client's data."""
         return self.problem.sample(data, key, self.batch_size)

@@ -24,7 +24,7 @@ class Stage:
 
     name: str
     algorithm: str
-    task: Callable[[Setup, Any], Task]  # (set-up, the server's state after the stage before or None)
+    task: Callable[[Setup, Any], Task]  # (set-up, what the stage before left or None)
     settings: Callable[[Setup], dict[str, Any]]  # what the kind recommends for this set-up
     output: str = "last"
 
@@ -68,6 +68,7 @@ class Kind(abc.ABC):
     select: ClassVar[str]  # the metric on validation data that tells most of `score`
     metrics: ClassVar[tuple[Metric, ...]]  # the headline, the most telling first
     chart: ClassVar[Chart | None] = None  # what `lines` draw
+    any_output: ClassVar[bool] = True  # can another iterate than the last be chosen?
     aims: ClassVar[tuple[str, ...]] = ()  # options that change what `score` measures: it cannot choose among them
     steps: int  # local steps of every stage, an option of every kind
     methods: ClassVar[dict[str, Method]]
@@ -97,6 +98,10 @@ class Kind(abc.ABC):
         """What settings are chosen by, from the last values of metrics on validation data: the smaller the better."""
         return final[self.select]
 
+    def left(self, server: Any, clients: Any) -> Any:
+        """What is known of a stage's end to the next one, to evaluations and to models: usually the server's state."""
+        return server
+
     @abc.abstractmethod
     def set_up(self, seed: int) -> Setup:
         """One seed's data: read, split, dealt to clients and encoded."""
@@ -122,15 +127,15 @@ class Kind(abc.ABC):
         """Names of the entries of a metric that is a vector, for columns of the history."""
 
     @abc.abstractmethod
-    def evaluate(self, setup: Setup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
-        """(headline metrics of a final state, metrics of slices of the data: kind, slice, split, metric, value)."""
+    def evaluate(self, setup: Setup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
+        """(headline metrics of what is left, metrics of slices of the data: kind, slice, split, metric, value)."""
 
-    def lines(self, setup: Setup, server: Any) -> pd.DataFrame:
-        """The lines of the chart for a final state: slice, x, y. Only of kinds that have a chart."""
+    def lines(self, setup: Setup, left: Any) -> pd.DataFrame:
+        """The lines of the chart for what is left: slice, x, y. Only of kinds that have a chart."""
         return pd.DataFrame()
 
     @abc.abstractmethod
-    def trained(self, setup: Setup, server: Any) -> Any:
+    def trained(self, setup: Setup, left: Any) -> Any:
         """The final model, to be used on new data."""
 
 

@@ -214,9 +214,14 @@ class Perceptron:
         """Logits: [rows] of one output, [rows, outputs] of several."""
         *hidden, head = params
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, head["weight"].dtype))
-        for layer in hidden:
-            inputs = jax.nn.relu(dense(layer, inputs))
-        return _logits(head, inputs)
+        return _logits(head, hidden_features(hidden, inputs))
+
+
+def hidden_features(hidden: PyTree, inputs: Array) -> Array:
+    """What the head of a perceptron sees."""
+    for layer in hidden:
+        inputs = jax.nn.relu(dense(layer, inputs))
+    return inputs
 
 
 def _logits(head: PyTree, features: Array) -> Array:

@@ -94,12 +94,16 @@ class PersonalTask(Task):
             )
         return super().create(problem, data, params, test=test, **options)
 
+    def parts(self, data: ClientRows) -> dict[str, ClientRows]:
+        """What a client's model is judged by."""
+        if self.test is None:
+            return {"train": data}
+        # Clients have rows of their own: where they begin tells which client this is.
+        return {"train": data, "test": self.test.client(jnp.argmax(jnp.asarray(self.data.offsets) == data.offset))}
+
     def metrics(self, server, client, data, fed):
         u, v = self.problem.model_of(server, client)
-        parts = {"train": data}
-        if self.test is not None:
-            # Clients have rows of their own: where they begin tells which client this is.
-            parts["test"] = self.test.client(jnp.argmax(jnp.asarray(self.data.offsets) == data.offset))
+        parts, data = self.parts(data), self.training(data)
         own = {}
         for part, rows in parts.items():
             own |= self._worth(part, u, v, rows, fed.key)
@@ -124,7 +128,8 @@ class PersonalTask(Task):
                 each["accuracy"] = outputs.argmax(1) == labels
             return {f"{part}_{name}": _mean(values, weights) for name, values in each.items()}
 
-        return rows.pass_over(of_block, rows_at_once=self.rows_at_once)
+        found = rows.pass_over(of_block, rows_at_once=self.rows_at_once)
+        return {name: jnp.where(rows.size > 0, value, jnp.nan) for name, value in found.items()}
 
     def _inside(self, server: Any, client: Any, u: Array, rows: ClientRows, key: Array) -> dict[str, Array]:
         """What the representation and the steps look like."""
@@ -151,10 +156,11 @@ class PersonalTask(Task):
         return {} if clips is None else {"server_clipped_share": _share(clips)}
 
     def _summary(self, everyone: dict[str, Array]) -> dict[str, Array]:
-        weights = jnp.asarray(self.weights)
         summary = {}
         for name, values in everyone.items():
-            summary[name] = jnp.vdot(weights.astype(values.dtype), jnp.where(weights > 0, values, 0)) / weights.sum()
+            # A client without rows in a part has no value there.
+            weights = jnp.where(jnp.isnan(values), 0, jnp.asarray(self.weights).astype(values.dtype))
+            summary[name] = jnp.vdot(weights, jnp.where(weights > 0, values, 0)) / weights.sum()
             if name.endswith("_accuracy"):
                 summary |= {f"{name}_{what}": value for what, value in spread(values, weights > 0).items()}
         return summary

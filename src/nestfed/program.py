@@ -126,7 +126,7 @@ def take_step(
         key=fold_pair(client.key, step.index, _FED_KEY),
         shared_key=common_key,
         share=call.share,
-        rows=client.data,
+        rows=task.training(client.data),
         own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.seat.position],
     )
     draw = draws(task, client, step.index)

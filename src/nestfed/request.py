@@ -85,6 +85,11 @@ class Request:
                 raise UserError(f"{name}={value!r} was given; it must be a whole number, 1 or more.")
         if self.output is not None and self.output not in OUTPUTS:
             raise UserError(f"output={self.output!r} was given; use one of {', '.join(OUTPUTS)}.")
+        if self.output not in (None, "last") and not find_task(self.task).any_output:
+            raise UserError(
+                f"output={self.output!r} was given; in the task {self.task} clients keep models of their own, and only "
+                "the last one is there: leave output out."
+            )
         return Budget(self.rounds, self.cohort, self.dropout, self.evaluations, self.output, self.guarantee)
 
     @property

@@ -33,11 +33,11 @@ def make_record(
     for trace in traces:
         row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
         if trace.status == FINISHED:
-            metrics, parts = kind.evaluate(setups[trace.seed], trace.server)
+            metrics, parts = kind.evaluate(setups[trace.seed], trace.left)
             row |= metrics
             slices.append(parts.assign(method=trace.method, seed=trace.seed))
             if kind.chart is not None:
-                lines.append(kind.lines(setups[trace.seed], trace.server).assign(method=trace.method, seed=trace.seed))
+                lines.append(kind.lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed))
         finals.append(row)
     holdings = [kind.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
     failed = [f"{kind.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]

@@ -46,13 +46,13 @@ class StageTrace:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A method with its settings and a seed: all its stages, and the server's state at the end."""
+    """A method with its settings and a seed: all its stages, and what the last one left."""
 
     method: str
     seed: int
     changes: dict[str, Any]
     stages: tuple[StageTrace, ...] = ()
-    server: Any = None
+    left: Any = None  # as the kind wants it: `Kind.left`
     status: str = FINISHED
 
     @property
@@ -60,10 +60,10 @@ class Trace:
         """Of privacy, by all stages so far."""
         return tuple((stage.spending, stage.done) for stage in self.stages if stage.spending is not None)
 
-    def extended(self, stage: StageTrace, server: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
+    def extended(self, stage: StageTrace, left: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
         status = DIVERGED if DIVERGED in (status, self.status) else status
         return dataclasses.replace(
-            self, stages=(*self.stages, stage), server=server, status=status, changes={**self.changes, **changes}
+            self, stages=(*self.stages, stage), left=left, status=status, changes={**self.changes, **changes}
         )
 
 
@@ -129,7 +129,7 @@ def run_method(
     method = kind.method(name)
     trace = Trace(name, seed, {})
     for stage, algorithm in zip(method.stages, algorithms, strict=True):
-        task = stage.task(setup, trace.server)
+        task = stage.task(setup, trace.left)
         options = budget.options(budget.rounds_of(kind, algorithm), kind, trace)
         title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
         try:
@@ -144,7 +144,7 @@ def run_method(
             ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], result.notes,
             result.spending,
         )  # fmt: skip
-        trace = trace.extended(done, result.output, status, {})
+        trace = trace.extended(done, kind.left(result.output, result.clients), status, {})
         if status == DIVERGED:
             break
     return trace
@@ -188,7 +188,7 @@ def sweep_next_stage(
     combinations = [dict(zip(own, values, strict=True)) for values in itertools.product(*own.values())]
     # Earlier stages' settings differ between the traces, this one's do not: any trace's will do.
     algorithms = [method.algorithms(first, {**traces[0].changes, **chosen})[number] for chosen in combinations]
-    tasks = [stage.task(setups[trace.seed], trace.server) for trace in traces]
+    tasks = [stage.task(setups[trace.seed], trace.left) for trace in traces]
     extended: list[Trace] = []
     lengths = [budget.rounds_of(kind, algorithm) for algorithm in algorithms]
     for rounds in sorted(set(lengths)):
@@ -217,7 +217,7 @@ def sweep_next_stage(
                 )
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server
-                extended.append(trace.extended(passed, server, status, combinations[i]))
+                extended.append(trace.extended(passed, kind.left(server, one.clients), status, combinations[i]))
     return extended
 
 
@@ -229,7 +229,7 @@ def score_of(kind: Kind, setups: Mapping[int, Setup], trace: Trace) -> float:
     if stage.output == "last":  # measured already
         final = {name: float(values[-1]) for name, values in stage.history.items() if values.ndim == 1}
     else:
-        final, _ = kind.evaluate(setups[trace.seed], trace.server)
+        final, _ = kind.evaluate(setups[trace.seed], trace.left)
     score = kind.score(final)
     return score if np.isfinite(score) else np.inf
 

@@ -128,7 +128,7 @@ def run(
         models = {}
         for trace in traces:
             if trace.status == FINISHED:
-                models[trace.method, trace.seed] = kind.trained(setups[trace.seed], trace.server)
+                models[trace.method, trace.seed] = kind.trained(setups[trace.seed], trace.left)
                 models[trace.method, trace.seed].save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
         record.save(folder)
         write_report(record, folder)
@@ -410,10 +410,6 @@ def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
                     "total MB": rounds * (price.round.bytes_up + price.round.bytes_down) / 1e6,
                 }
             )
-            before = _started(algorithm, problem_task)
+            begun = start(algorithm, problem_task, 0)  # in place of what the stage would leave: for shapes
+            before = kind.left(begun.server, begun.clients)
     return pd.DataFrame(rows)
-
-
-def _started(algorithm: Any, task: Any) -> Any:
-    """The server's state at the start, in place of what the stage would leave: for shapes."""
-    return start(algorithm, task, 0).server

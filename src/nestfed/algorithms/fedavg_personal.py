@@ -3,12 +3,12 @@
 Problem   min over (u, v) of mean_k loss_k(u, v), and min over each (u_k, v_k) of loss_k(u_k, v_k).
 
 Step at client k:
-    (u_k, v_k)  <- (u_k, v_k) - lr grad loss_k(u_k, v_k)
-    (u, v)      <- mean_k (u_k, v_k)                  FedAvgWhole, last step of the round: d_u + d_v numbers
+    (u_k, v_k)  <- (u_k, v_k) - lr grad loss_k(u_k, v_k)      LocalOnly with trains="head": v_k alone
+    (u, v)      <- mean_k (u_k, v_k)                          FedAvgWhole, last step of the round: d_u + d_v numbers
 
 Why    The common model is what all could have without personal parts; a model trained alone is what each client could
        have without the others. FedAvg with fine-tuning, a strong rival of personalised methods, is the common model
-       after some steps on the client's own rows: `nestfed.personal.fine_tuned`.
+       after some steps on the client's own rows: LocalOnly from there, or `nestfed.personal.fine_tuned` in a metric.
 Ref.   McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017.
 Departures  None but those of `fedavg`.
 """
@@ -18,17 +18,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from nestfed.algorithms.personal_method import PersonalMethod
-from nestfed.core import Local, Shared, at, struct
+from nestfed.core import Local, Shared, at, setting, struct
 
 
 @struct
-class LocalOnly(PersonalMethod):
-    """Personalised: every client trains alone, from the common start; nothing is exchanged."""
-
-    class State(NamedTuple):
-        u: Local
-        v: Local
-        clips: Local
+class WholeModel(PersonalMethod):
+    """Steps of extractor and head together, from the common start."""
 
     def init(self, problem, params, draw, fed):
         u, v = params
@@ -40,7 +35,26 @@ class LocalOnly(PersonalMethod):
 
 
 @struct
-class FedAvgWhole(LocalOnly):
+class LocalOnly(WholeModel):
+    """Personalised: every client trains alone, from the common start; nothing is exchanged."""
+
+    trains: str = setting(
+        "what is trained: all, or the head alone", default="all", choices=("all", "head"), static=True
+    )
+
+    class State(NamedTuple):
+        u: Local
+        v: Local
+        clips: Local
+
+    def step(self, problem, s, draw, fed):
+        if self.trains == "all":
+            return super().step(problem, s, draw, fed)
+        return self.descend(s, at(self.lr, fed.t), v=problem.grad_head(s.u, s.v, draw(0)))
+
+
+@struct
+class FedAvgWhole(WholeModel):
     """Personalised: one model for all by FedAvg, extractor and head alike."""
 
     class State(NamedTuple):

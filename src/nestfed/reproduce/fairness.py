@@ -292,7 +292,7 @@ def run_readings(plan: Plan, show: bool) -> pd.DataFrame:
             chosen = best_changes(kind, setups, tried)["lr"]
             for lr in plan.grid:
                 own = [t for t in tried if t.changes["lr"] == lr and t.status == "finished"]
-                finals = pd.DataFrame([kind.evaluate(setups[t.seed], t.server)[0] for t in own], columns=list(METRICS))
+                finals = pd.DataFrame([kind.evaluate(setups[t.seed], t.left)[0] for t in own], columns=list(METRICS))
                 ours = finals.mean().to_numpy()
                 rows.append(
                     {"data": DATA[data], "reading": title, "lr": lr, "chosen by validation": lr == chosen}

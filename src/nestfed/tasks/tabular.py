@@ -219,22 +219,37 @@ class TabularModel:
 
     def save(self, path: Path) -> None:
         """One file of plain arrays and text: nothing in it can run code."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        leaves = {f"theta/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.theta))}
-        about = {"hidden": list(self.model.hidden), "encoder": self.encoder.to_dict()}
-        np.savez(path, allow_pickle=False, about=np.array(json.dumps(about)), **leaves)
+        save_model(path, self.model, self.theta, self.encoder)
 
     @classmethod
     def load(cls, path: str | Path) -> "TabularModel":
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about = json.loads(str(file["about"]))
-                leaves = [file[f"theta/{i}"] for i in range(len(file.files) - 1)]
-            model, encoder = Perceptron(tuple(about["hidden"])), Encoder.from_dict(about["encoder"])
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path} is not a model that a run saved ({type(error).__name__}: {error}).") from error
-        structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))
-        return cls(model, jax.tree.unflatten(structure, leaves), encoder)
+        model, theta, encoder, about = read_model(path)
+        if "clients" in about:
+            raise UserError(
+                f"{path} holds models of {len(about['clients'])} clients; load it by nestfed.tasks.ClientModels.load "
+                "and take that of one client: .of(name)."
+            )
+        return cls(model, theta, encoder)
+
+
+def save_model(path: Path, model: Perceptron, theta: PyTree, encoder: Encoder, **more: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    leaves = {f"theta/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(theta))}
+    about = {"hidden": list(model.hidden), "encoder": encoder.to_dict(), **more}
+    np.savez(path, allow_pickle=False, about=np.array(json.dumps(about)), **leaves)
+
+
+def read_model(path: str | Path) -> tuple[Perceptron, PyTree, Encoder, dict[str, Any]]:
+    """What `save_model` wrote: (model, parameters, encoder, all that the file says)."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            leaves = [file[f"theta/{i}"] for i in range(len(file.files) - 1)]
+        model, encoder = Perceptron(tuple(about["hidden"])), Encoder.from_dict(about["encoder"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is not a model that a run saved ({type(error).__name__}: {error}).") from error
+    structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))
+    return model, jax.tree.unflatten(structure, leaves), encoder, about
 
 
 def area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
@@ -366,10 +381,14 @@ class Tabular(Kind):
         theta = jax.tree.map(np.asarray, self.theta(setup, server))
         return TabularModel(setup.model, theta, setup.data.encoder)
 
+    def logits(self, setup: TabularSetup, server: Any) -> np.ndarray:
+        """Of every row."""
+        theta = self.trained(setup, server).theta
+        return np.asarray(setup.model(theta, jnp.asarray(setup.data.inputs)), np.float64)
+
     def outcomes(self, setup: TabularSetup, server: Any) -> tuple[np.ndarray, Any]:
         """(logits, a table of what became of every row: its part, group and client, and STATISTICS)."""
-        data, theta = setup.data, self.trained(setup, server).theta
-        logits = np.asarray(setup.model(theta, jnp.asarray(data.inputs)), np.float64)
+        data, logits = setup.data, self.logits(setup, server)
         predicted = logits > 0
         return logits, pd.DataFrame(
             {

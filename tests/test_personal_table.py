@@ -1,0 +1,187 @@
+"""Models of clients' own on a table: the problem, what a client may train on, a user's own hospitals in one command."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from nestfed import UserError, make, simulate
+from nestfed.core import Sample
+from nestfed.data import TEST, TRAIN
+from nestfed.record import Record
+from nestfed.request import Request
+from nestfed.staged import Budget, make_setups, run_method, sweep_method
+from nestfed.tasks import ClientModels, TabularModel
+from nestfed.tasks.personal_table import METHODS, BinaryClasses, Personal, from_the_start
+
+NAMES = ("north", "south", "harbour")
+KEY = jax.random.key(0)
+
+
+def hospitals() -> pd.DataFrame:
+    """At the harbour what is healthy elsewhere is ill: one model for all cannot be right."""
+    random = np.random.default_rng(0)
+    hospital = np.repeat(NAMES, (160, 130, 110))
+    age, dose = random.normal(size=(2, 400)).round(3)
+    sign = np.where(hospital == "harbour", -1, 1)
+    ill = sign * (2 * age + dose) + 0.3 * random.normal(size=400) > 0
+    frame = pd.DataFrame({"age": age, "dose": dose, "hospital": hospital, "ill": np.where(ill, "yes", "no")})
+    return frame.sample(frac=1, random_state=0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "hospitals.csv"
+    hospitals().to_csv(path, index=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def kind(path):
+    return Personal(data=str(path), label="ill", positive="yes", clients="hospital", batch_size=16, steps=10)
+
+
+@pytest.fixture(scope="module")
+def setups(kind):
+    return make_setups(kind, range(2))
+
+
+# ------------------------------------------------------------------------------------------------- the problem
+
+
+def test_the_loss_is_the_logistic_loss_of_the_network(setups):
+    setup = setups[0]
+    problem, (u, v) = BinaryClasses(weight_decay=0.4).bind(setup.theta)
+    inputs, labels = setup.data.inputs[:7], setup.data.label[:7]
+    logits = setup.model(setup.theta, jnp.asarray(inputs))
+    decay = 0.2 * sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(setup.theta))
+    expected = np.mean(np.logaddexp(0, -np.where(labels == 1, 1, -1) * np.asarray(logits))) + decay
+    sample = Sample((jnp.asarray(inputs), jnp.asarray(labels)), KEY)
+    assert float(problem.local_loss(u, v, sample)) == pytest.approx(expected, rel=1e-5)
+    assert_allclose(problem.outputs(u, v, jnp.asarray(inputs), KEY)[:, 1], logits, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- what is trained on
+
+
+def with_other_rows(setup):
+    """The same training rows, and nonsense in all others."""
+    data, rows = setup.data, setup.rows
+    inside = np.concatenate(
+        [np.arange(size) < own[TRAIN] for size, own in zip(rows.sizes, rows.constants["sizes"], strict=True)]
+    )
+    assert inside.sum() == (data.part == TRAIN).sum() < len(inside)
+    inputs, label = rows.columns
+    spoilt = np.where(inside[:, None], inputs, 1e3).astype(inputs.dtype), np.where(inside, label, 1 - label)
+    return dataclasses.replace(setup, rows=dataclasses.replace(rows, columns=spoilt))
+
+
+# These pass over all rows of a client in a round.
+@pytest.mark.parametrize("name", ["fedreco-pvr", "fedpac"])
+def test_only_training_rows_are_trained_on(name, setups):
+    algorithm = make(name, lr=0.1, local_steps=2, head_steps=2)
+    one, other = (
+        simulate(algorithm, from_the_start(setup, None), rounds=2, evaluate_every=None, progress=False)
+        for setup in (setups[0], with_other_rows(setups[0]))
+    )
+    for ours, theirs in zip(jax.tree.leaves((one.server, one.clients)), jax.tree.leaves((other.server, other.clients)),
+                            strict=True):  # fmt: skip
+        assert_array_equal(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------- methods
+
+
+def test_a_row_of_a_sweep_is_a_run_and_its_metrics_are_those_of_its_models(kind, setups):
+    name, grid = "fedreco", {"lr": [0.05, 0.2]}
+    traces = sweep_method(kind, name, setups, {}, grid, Budget(evaluations=1), progress=False)
+    trace = next(t for t in traces if t.seed == 1 and t.changes["lr"] == 0.2)
+    algorithms = kind.method(name).algorithms(setups[1], {"lr": 0.2})
+    alone = run_method(kind, name, algorithms, setups[1], 1, Budget(evaluations=1), progress=False)
+    for ours, theirs in zip(trace.left, alone.left, strict=True):
+        assert ours.shape[0] == len(NAMES)
+        assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    final, _ = kind.evaluate(setups[1], trace.left)
+    recorded = {metric: values[-1] for metric, values in trace.stages[-1].history.items() if metric in final}
+    assert set(recorded) == set(final) and len(final) == 18
+    for metric, value in recorded.items():
+        assert value == pytest.approx(final[metric], rel=1e-5), metric
+
+
+def test_a_stage_of_tuning_goes_on_from_the_common_model(kind, setups):
+    """FedBABU's head is the start's until clients train it; with a step size near zero it stays there."""
+    method = kind.method("fedbabu")
+    algorithms = method.algorithms(setups[0], {"tuning.lr": 1e-12})
+    left = run_method(kind, "fedbabu", algorithms, setups[0], 0, Budget(evaluations=1), progress=False).left
+    problem, (u, v) = BinaryClasses().bind(setups[0].theta)
+    assert_allclose(left.v, np.broadcast_to(v, left.v.shape), atol=1e-9)
+    assert_allclose(left.u, np.broadcast_to(left.u[0], left.u.shape), atol=1e-12)
+    assert np.abs(left.u[0] - u).max() > 1e-3
+    algorithms = method.algorithms(setups[0], {})
+    tuned = run_method(kind, "fedbabu", algorithms, setups[0], 0, Budget(evaluations=1), progress=False).left
+    assert_allclose(tuned.u, np.broadcast_to(tuned.u[0], tuned.u.shape), atol=1e-12)  # the head alone
+    assert np.abs(tuned.v - v[None]).max() > 1e-3 and np.abs(tuned.v[0] - tuned.v[1]).max() > 1e-4
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def test_own_hospitals_in_one_command(call, path):
+    words = ["--data", path, "--label", "ill", "--positive", "yes", "--clients", "hospital", "--batch-size", "16"]
+    methods = ["-a", "fedrep", "-a", "fedavg"]
+    code, out, err = call("run", "personal", *methods, *words, "--steps", "300", "--evaluations", "2", "--out", "a")
+    assert code == 0, err
+    record = Record.load(Path("a"))
+    assert "more frequent label" in out.replace("\n", " ")
+    final = record.final.set_index("method")
+    # Who differs from all others is badly off with a model for all, and not with its own.
+    by_client = record.slices.query("split == 'test' and metric == 'accuracy' and kind == 'client'")
+    accuracy = by_client.pivot(index="slice", columns="method", values="value")
+    assert accuracy.loc["harbour", "fedavg"] < 0.4 < 0.8 < accuracy.loc["harbour", "fedrep"]
+    assert final.loc["fedavg", "test_accuracy_lowest"] == pytest.approx(accuracy["fedavg"].min())
+
+    # The saved models, used as a stranger would, give the numbers of the report.
+    data, frame = Request.of({"task": "personal", **record.settings}).kind.set_up(0).data, pd.read_csv(path)
+    for method in record.methods:
+        models = ClientModels.load(f"a/models/{method}-seed0.npz")
+        assert models.clients == data.client_names
+        own = []
+        for k, name in enumerate(models.clients):
+            mine = (data.client == k) & (data.part == TEST)
+            own.append(np.mean((models.of(name).probability(frame)[mine] > 0.5) == data.label[mine]))
+        assert final.loc[method, "test_accuracy"] == pytest.approx(np.mean(own), abs=1e-6)
+    with pytest.raises(UserError, match="'harbor'; did you mean 'harbour'"):
+        models.of("harbor")
+    with pytest.raises(UserError, match="models of 3 clients; load it by nestfed.tasks.ClientModels"):
+        TabularModel.load("a/models/fedrep-seed0.npz")
+    assert "ill" in (Path("a") / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "logistic"], "model='logistic' was given"),
+        (["--output", "best"], "clients keep models of their own"),
+        (["--algorithm", "fedcr"], "no method for the task personal; did you mean"),
+        (["--set", "fedreco.coupling=-1"], "coupling"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(call, path, words, message):
+    code, _, err = call("run", "personal", "--data", path, "--label", "ill", "--clients", "hospital", *words)
+    assert code == 1 and message in err.replace("\n", " ") and "Traceback" not in err
+    assert not Path("runs").exists()
+
+
+def test_all_methods_have_a_price(call, path):
+    code, out, err = call("cost", "personal", "--data", path, "--label", "ill", "--clients", "hospital", "--json")
+    assert code == 0, err
+    table = pd.DataFrame(json.loads(out))
+    assert set(table["method"]) == {method.title for method in METHODS.values()}
+    assert (table.query("stage == 'tuning' or method == 'Local only'")["bytes up"] == 0).all()
+    assert table.set_index("method").loc["FedRep", "bytes up"] < table.set_index("method").loc["FedAvg", "bytes up"]
