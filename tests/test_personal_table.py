@@ -123,7 +123,7 @@ def test_a_stage_of_tuning_goes_on_from_the_common_model(kind, setups):
     assert_allclose(left.v, np.broadcast_to(v, left.v.shape), atol=1e-9)
     assert_allclose(left.u, np.broadcast_to(left.u[0], left.u.shape), atol=1e-12)
     assert np.abs(left.u[0] - u).max() > 1e-3
-    algorithms = method.algorithms(setups[0], {})
+    algorithms = method.algorithms(setups[0], {"tuning.lr": 0.3})
     tuned = run_method(kind, "fedbabu", algorithms, setups[0], 0, Budget(evaluations=1), progress=False).left
     assert_allclose(tuned.u, np.broadcast_to(tuned.u[0], tuned.u.shape), atol=1e-12)  # the head alone
     assert np.abs(tuned.v - v[None]).max() > 1e-3 and np.abs(tuned.v[0] - tuned.v[1]).max() > 1e-4
@@ -134,7 +134,7 @@ def test_a_stage_of_tuning_goes_on_from_the_common_model(kind, setups):
 
 def test_own_hospitals_in_one_command(call, path):
     words = ["--data", path, "--label", "ill", "--positive", "yes", "--clients", "hospital", "--batch-size", "16"]
-    methods = ["-a", "fedrep", "-a", "fedavg"]
+    methods = ["-a", "fedrep", "-a", "fedavg", "--set", "lr=0.3"]
     code, out, err = call("run", "personal", *methods, *words, "--steps", "300", "--evaluations", "2", "--out", "a")
     assert code == 0, err
     record = Record.load(Path("a"))
