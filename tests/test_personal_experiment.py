@@ -256,6 +256,7 @@ def test_page_of_made_up_cells(tmp_path):
         metrics = {f"test_accuracy{part}": accuracy for part in parts}
         metrics |= {f"tuned_{name}": np.minimum(values + 0.35, 1) for name, values in metrics.items()}
         metrics |= {f"{tuned}train_loss": 0 * accuracy for tuned in ("", "tuned_")}
+        metrics["server_clipped_share"] = 0 * accuracy + 0.75
         return Cell(
             settings=[{"clients": 50, "train": 49000, "test": 21000, "epoch": 21}],
             seeds=[0, 1, 2], round=np.array([0, 4]), metrics=metrics, diverged=-np.ones((1, 3), int),
@@ -274,6 +275,7 @@ def test_page_of_made_up_cells(tmp_path):
     shared, others, variance = (claim.verdict for claim in personal.check_claims(experiment.finished()))
     assert shared.startswith("holds (3 of 3") and others.startswith("does not hold (4 of 6")  # FedBABU and FedPAC
     assert variance.startswith("holds (1 of 1")
+    assert "server's mean is shortened to norm 10.0 in most rounds (fmnist 75 %)" in (" ".join(text.split()))
     settings = tomllib.loads((tmp_path / "settings.toml").read_text())
     assert settings["couplings"]["fedpac"] == 1.0 and settings["data"]["cifar10"]["classes"] == 2
 

@@ -319,6 +319,17 @@ def check_claims(results: Mapping[str, Mapping[str, Cell]]) -> list[Claim]:
     return found
 
 
+def slow_center(results: Mapping[str, Mapping[str, Cell]]) -> dict[str, float]:
+    """Data -> the share of FedReCo's server means that were shortened, where that is most of them: the common extractor
+    then moves by a fixed small length per round, however far it should go."""
+    shares = {
+        data: float(cells["fedreco"].final("server_clipped_share").mean())
+        for data, cells in results.items()
+        if "fedreco" in cells
+    }
+    return {data: share for data, share in shares.items() if share > 0.5}
+
+
 def within(results: Mapping[str, Paired], margin: float) -> str:
     """Are all differences smaller than the margin, in the mean and with their intervals?"""
     n = len(results)
@@ -401,6 +412,7 @@ def write_page(experiment: Experiment, command: str) -> Path:
         "personal.md.jinja", plan=plan, command=command, about=about, facts=facts, missing=missing,
         couplings={TITLES[method]: value for method, value in plan.couplings if method in plan.methods},
         claims=markdown_claims(claims), tables={name: tables.markdown(frame) for name, frame in frames.items()},
+        slow=slow_center(results),
         machines=sorted({cell.machine for cell in cells}),
         minutes=f"{sum(cell.seconds for cell in cells) / 60:.0f}", quick=plan == QUICK,
     )  # fmt: skip

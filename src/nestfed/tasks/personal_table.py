@@ -204,7 +204,7 @@ class Personal(Tabular):
     title: ClassVar[str] = "Models of clients' own"
     description: ClassVar[str] = "a classifier for every client, judged on that client's own rows"
     baseline: ClassVar[str] = "local-only"
-    usual: ClassVar[tuple[str, ...]] = ("local-only", "fedavg", "fedrep", "fedreco")
+    usual: ClassVar[tuple[str, ...]] = ("local-only", "fedavg", "fedavg-tuned", "fedrep", "fedreco")
     select: ClassVar[str] = "validation_loss"
     any_output: ClassVar[bool] = False
     metrics: ClassVar[tuple[Metric, ...]] = (
