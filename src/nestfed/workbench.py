@@ -410,6 +410,7 @@ def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
                     "total MB": rounds * (price.round.bytes_up + price.round.bytes_down) / 1e6,
                 }
             )
-            begun = start(algorithm, problem_task, 0)  # in place of what the stage would leave: for shapes
-            before = kind.left(begun.server, begun.clients)
+            if stage is not method.stages[-1]:
+                begun = start(algorithm, problem_task, 0)  # in place of what the stage would leave: for shapes
+                before = kind.left(begun.server, begun.clients)
     return pd.DataFrame(rows)
