@@ -1,16 +1,19 @@
 """Strictness for all tests: float64, no silent rank promotion, and a compilation cache shared by the workers."""
 
+import gc
 import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-# Compilation dominates these tests: half of it is optimisation that tiny shapes do not need, and a third of the rest is
-# a way to fuse operations (measured). XLA stops at a flag that it does not know: the second one is of this version.
+# Compilation dominates these tests: half of it is optimisation that tiny shapes do not need, a third of the rest is a
+# way to fuse operations, and splitting a small program into parts takes longer than it gains (measured). XLA stops at a
+# flag that it does not know: those behind the first are of this version.
 flags = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):
-    flags.append("--xla_cpu_use_fusion_emitters=false")
+    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # programs need not say which lines made them
 # In the environment, so that the commands that tests start share the cache too.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
@@ -20,6 +23,8 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)  # tracing makes many small objects, and few of them are garbage
 
 
 @pytest.fixture(autouse=True, scope="module")

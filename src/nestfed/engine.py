@@ -332,7 +332,8 @@ def finite(tree: PyTree) -> Array:
     return functools.reduce(jnp.logical_and, [jnp.isfinite(a).all() for a in floats], jnp.asarray(True))
 
 
-def measure_all(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Plan) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames=("plan",))  # traced once for all its uses
+def evaluate(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Plan) -> dict[str, Array]:
     """The task's metrics over all clients, and the extra ones of the plan.
 
     Clients run in chunks of similar size, smallest first, each over exactly its own rows: the cost follows the number
@@ -445,7 +446,7 @@ def advance(
     and without changing a number. `first` comes from outside so that it stays one number when runs are stacked.
     """
     every = plan.evaluate_every
-    shapes = jax.eval_shape(lambda: measure_all(algorithm, task, key, run, plan)) if every else {}
+    shapes = jax.eval_shape(lambda: evaluate(algorithm, task, key, run, plan)) if every else {}
     nothing = lambda v: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
     blank = jax.tree.map(nothing, shapes)
     rows = jax.tree.map(lambda v: jnp.broadcast_to(v, (CAPACITY, *v.shape)), blank)
@@ -459,13 +460,8 @@ def advance(
         due, values = jnp.asarray(False), blank
         if every:
             due = (round + 1) % every == 0
-            values = lax.cond(due, lambda: measure_all(algorithm, task, key, run, plan), lambda: blank)
+            values = lax.cond(due, lambda: evaluate(algorithm, task, key, run, plan), lambda: blank)
         run = _update_output(run, key, round, values, due, plan)
         return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, values | recorded)
 
     return lax.fori_loop(0, rounds, body, (run, rows))
-
-
-@functools.partial(jax.jit, static_argnames=("plan",))
-def evaluate(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Plan) -> dict[str, Array]:
-    return measure_all(algorithm, task, key, run, plan)

@@ -6,6 +6,7 @@ faster too. `fold` with one number gives the very key of `jax.random.fold_in`. K
 jax.random.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ def fold_pair(key: Array, first: Array, second: Array) -> Array:
     return _hash_key(key, jnp.asarray(first).astype("uint32") + 1, second)  # + 1: never the key of `fold`
 
 
+@jax.jit  # here and below: traced once per shape, not once per use
 def _hash_key(key: Array, first: Array, second: Array) -> Array:
     if not _is_threefry(key):
         return jax.random.fold_in(jax.random.fold_in(key, first), second)
@@ -36,6 +38,7 @@ def _hash_key(key: Array, first: Array, second: Array) -> Array:
     return jax.random.wrap_key_data(lax.optimization_barrier(hashed), impl="threefry2x32")
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def random_words(key: Array, count: int) -> Array:
     """`count` random 32-bit words."""
     if not _is_threefry(key):
@@ -46,6 +49,7 @@ def random_words(key: Array, count: int) -> Array:
     return jnp.stack(_threefry(words[0], words[1], jnp.uint32(0xFFFFFFFF), half), axis=-1).reshape(-1)[:count]
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def random_indices(key: Array, count: int, size: Array) -> Array:
     """`count` whole numbers, uniform in 0 .. size - 1: word x size / 2^32, with a bias below size / 2^32."""
     return lax.optimization_barrier(_high_product(random_words(key, count), size.astype("uint32")).astype("int32"))
@@ -71,7 +75,7 @@ def _is_threefry(key: Array) -> bool:
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-@jax.jit  # traced once per shape, not once per use
+@jax.jit
 def _threefry(key0: Array, key1: Array, x0: Array, x1: Array) -> tuple[Array, Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
     keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))

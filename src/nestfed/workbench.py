@@ -21,7 +21,7 @@ from nestfed.border import cohort_size
 from nestfed.core import UserError
 from nestfed.methods import Kind, Setup
 from nestfed.record import Record, replace_file
-from nestfed.report import tables, write_report
+from nestfed.report import figures, tables, write_report
 from nestfed.report.studies import sweep_figure
 from nestfed.request import Request, find_task, read_settings
 from nestfed.results import make_record
@@ -277,9 +277,7 @@ def sweep(
         traces += [dataclasses.replace(trace, changes={**variant, **trace.changes}) for trace in done]
     table = sweep_table(kind, setups, traces, list(grid))
     tables.write(table, folder, "sweep")
-    figure = sweep_figure(table, list(grid), "score", kind.method(name).title)
-    figure.savefig(folder / "sweep.png", dpi=160)
-    figure.savefig(folder / "sweep.svg")
+    figures.write(sweep_figure(table, list(grid), "score", kind.method(name).title), folder, "sweep")
     best = best_changes(kind, setups, traces)
     chosen = dataclasses.replace(
         request,

@@ -64,7 +64,7 @@ def curves(
         axes.set_title(_headed(title or title_of(metric)))
         axes.margins(x=0.01)
         if against == "round":
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
         else:
             axes.xaxis.set_major_formatter(EngFormatter(unit="B" if against == "bytes" else "", sep="\N{THIN SPACE}"))
         figure.legend(loc="outside right upper", handlelength=1.6)
@@ -275,8 +275,11 @@ def write(figure: Figure, folder: Path, stem: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.png", folder / f"{stem}.svg"]
     with _style():
+        # Once for both files: laying out takes as long as drawing, and with an engine every file is drawn twice.
+        if (layout := figure.get_layout_engine()) is not None:
+            layout.execute(figure)
+            figure.set_layout_engine(None)
         figure.savefig(paths[0], dpi=160)
-        figure.set_layout_engine("none")  # it is laid out now, which takes as long as drawing
         figure.savefig(paths[1], metadata={"Date": None})  # the same record gives the same file
     return paths
 

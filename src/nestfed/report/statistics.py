@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes a second to import
 
 from nestfed.core import UserError
 from nestfed.record import Metric, Record
@@ -59,8 +59,8 @@ def paired(a: pd.Series, b: pd.Series) -> Paired:
         mean = 0.0 if same else mean
         return Paired(mean, mean, mean, 1.0 if same else 0.0, n)
     error = float(differences.std(ddof=1)) / n**0.5
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
-    return Paired(mean, mean - reach, mean + reach, float(2 * stats.t.sf(abs(mean) / error, n - 1)), n)
+    reach = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
+    return Paired(mean, mean - reach, mean + reach, float(2 * stdtr(n - 1, -abs(mean) / error)), n)
 
 
 def _finite(series: pd.Series) -> pd.Series:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtr, stdtrit
 
 from nestfed.report.statistics import Paired
 
@@ -59,10 +59,10 @@ def markdown_claims(claims: Sequence[Claim]) -> str:
 
 def at_level(result: Paired, level: float) -> Paired:
     """The same difference, with the p-value of the test against another level than zero."""
-    error = (result.high - result.low) / 2 / stats.t.ppf(0.975, result.n - 1) if result.n > 1 else np.nan
+    error = (result.high - result.low) / 2 / stdtrit(result.n - 1, 0.975) if result.n > 1 else np.nan
     if not error > 0:
         return result
-    return result._replace(p=float(2 * stats.t.sf(abs(result.mean - level) / error, result.n - 1)))
+    return result._replace(p=float(2 * stdtr(result.n - 1, -abs(result.mean - level) / error)))
 
 
 def all_below(results: Mapping[str, Paired], level: float, or_equal: bool = False) -> str:

@@ -18,7 +18,6 @@ import numpy as np
 import optax
 import pandas as pd
 from jax import lax
-from scipy import stats
 
 from nestfed.algorithms import ALGORITHMS
 from nestfed.core import Array, ClientRows, Fed, Layout, PyTree, Rows, Task, UserError, setting, static, struct
@@ -253,12 +252,13 @@ def read_model(path: str | Path) -> tuple[Perceptron, PyTree, Encoder, dict[str,
 
 
 def area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
-    """The probability that a positive row scores higher than a negative one, ties counting half; NaN without both."""
+    """The probability that a positive row scores higher than a negative one, ties counting half; NaN without both, or
+    where a score is NaN."""
     positives = int(label.sum())
     pairs = positives * (label.size - positives)
-    if pairs == 0:
+    if pairs == 0 or np.isnan(scores).any():
         return np.nan
-    return float((stats.rankdata(scores)[label == 1].sum() - positives * (positives + 1) / 2) / pairs)
+    return float((pd.Series(scores).rank()[label == 1].sum() - positives * (positives + 1) / 2) / pairs)
 
 
 def masked_area_under_roc(scores: Array, positive: Array, inside: Array) -> Array:
