@@ -237,8 +237,23 @@ def _with_problem(task: Task, problem: Any) -> Task:
 def _side_by_side(function, stacked, batch, keys, *runs):
     """function(algorithm, task, key, *run) for every setting and seed."""
     one = lambda pair, task, key, *run: function(pair[0], batch.joined(task, pair[1]), key, *run)
-    over_seeds = jax.vmap(one, (None, 0 if batch.own else None, 0) + (0,) * len(runs))
-    return jax.vmap(over_seeds, (0, None, None) + (0,) * len(runs))(stacked, batch.tasks, keys, *runs)
+    over_seeds = _along(len(keys), one, (None, 0 if batch.own else None, 0) + (0,) * len(runs))
+    settings = jax.tree.leaves(stacked)[0].shape[0]
+    over_settings = _along(settings, over_seeds, (0, None, None) + (0,) * len(runs))
+    return over_settings(stacked, batch.tasks, keys, *runs)
+
+
+def _along(length: int, function: Callable, axes: tuple[int | None, ...]) -> Callable:
+    """jax.vmap, but over a single value the function itself: a batch axis of length one takes its time in tracing,
+    compiling and running."""
+    if length > 1:
+        return jax.vmap(function, axes)
+
+    def alone(*arguments):
+        own = [a if axis is None else jax.tree.map(lambda v: v[0], a) for a, axis in zip(arguments, axes, strict=True)]
+        return jax.tree.map(lambda v: v[None], function(*own))
+
+    return alone
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
