@@ -377,6 +377,18 @@ def test_sweep_over_floats_structures_and_problem_numbers():
     assert np.allclose(result.history["upper"][2, 1], alone.history["upper"], rtol=1e-10)
 
 
+@pytest.mark.parametrize("lrs", [[0.1], [0.1, 0.05]], ids=["one setting", "two settings"])
+@pytest.mark.parametrize("per_seed", [False, True], ids=["one task", "a task per seed"])
+def test_a_sweep_of_one_seed_has_all_axes_and_the_numbers_of_a_run(lrs, per_seed):
+    task = regression((6, 6, 6))
+    settings = [make("fedavg", lr=lr, local_steps=3) for lr in lrs]
+    result = sweep(settings, [task] if per_seed else task, [1], rounds=3, progress=False)
+    assert result.history["loss"].shape == (len(lrs), 1, 4) and result.participants.shape == (len(lrs), 1, 3)
+    alone = simulate(settings[0], task, 1, rounds=3)
+    assert np.allclose(result.history["loss"][0, 0], alone.history["loss"], rtol=1e-10)
+    assert np.allclose(result.runs[0].server.x[0], alone.server.x, rtol=1e-10)
+
+
 def test_diverged_setting_is_marked_and_stops_nobody():
     task = regression((6, 6, 6))
     lrs = [0.05, 1e30, 0.1]
