@@ -32,7 +32,7 @@ def bounded_memory():
     """Compiled programs pile up over hundreds of tests, to 10 GB and more: dropped where a worker holds too many."""
     yield
     pages = Path("/proc/self/statm")  # Linux only
-    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 4e9:
+    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2e9:
         jax.clear_caches()
 
 
