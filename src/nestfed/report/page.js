@@ -415,13 +415,15 @@
       const { X, Y } = axes(picture, box, { ...range(x), title: `${named(x)} →`, grid: true }, range(y));
       picture.append(svg("text", { x: 0, y: 12, text: `↑ ${named(y)}` }));
       const right = x.better === "higher", high = y.better === "higher";
+      const corner = { x: right ? box.right - 6 : box.left + 6, y: high ? box.top + 14 : box.bottom - 8 };
       picture.append(
         svg("text", {
-          class: "corner", x: right ? box.right - 6 : box.left + 6, y: high ? box.top + 14 : box.bottom - 8,
+          class: "corner", ...corner,
           "text-anchor": right ? "end" : "start", text: right ? `better ${high ? "↗" : "↘"}` : `${high ? "↖" : "↙"} better`,
         }),
       );
-      const names = []; // left, right and height of those already written
+      // Left, right and height of what is already written: at first the word in the corner.
+      const names = [[corner.x - (right ? 56 : 0), corner.x + (right ? 0 : 56), corner.y]];
       for (const { key, title, colour } of points) {
         const [h, v] = [x.values[key], y.values[key]];
         const [cx, cy] = [X(h.mean), Y(v.mean)];
