@@ -96,14 +96,14 @@ def make_plan(
     )
     if plan.chunk is None:
         plan = plan._replace(mesh=_mesh(seats))
-    kind = (
-        jax.tree.structure((algorithm, task, transforms)),
-        tuple((np.shape(a), str(jnp.result_type(a))) for a in jax.tree.leaves(task)),
-    )
-    if kind not in _KEPT_CONTRACTS:  # tracing takes a while: once for all settings and data of one kind
-        check_contract(algorithm, task, transforms)
-        _KEPT_CONTRACTS.add(kind)
+    check_contract(algorithm, task, transforms)
     return plan, jnp.asarray(float(dropout))
+
+
+def kind_of(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) -> Any:
+    """Everything about them but numbers: what is traced with one of a kind holds for all."""
+    given = algorithm, task, uploads
+    return jax.tree.structure(given), tuple((np.shape(a), str(jnp.result_type(a))) for a in jax.tree.leaves(given))
 
 
 def cohort_size(cohort: int | float | None, clients: int) -> int | None:
@@ -205,6 +205,13 @@ def _mesh(seats: int) -> Mesh | None:
 def check_contract(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...] = ()) -> None:
     """Trace a round without running it: a Shared field must depend on private values through exchanges only, exchanges
     must not sit in loops, and a step must keep the shapes and types of the State."""
+    kind = kind_of(algorithm, task, uploads)
+    if kind not in _KEPT_CONTRACTS:  # tracing takes a while
+        _check_contract(algorithm, task, uploads)
+        _KEPT_CONTRACTS.add(kind)
+
+
+def _check_contract(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) -> None:
     key = jax.random.key(0)
     call = lambda server: _call(key, server)._replace(uploads=uploads)
     state = jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), call(None), None))
@@ -213,19 +220,26 @@ def check_contract(algorithm: Algorithm, task: Task, uploads: tuple[Transform, .
     for phase, (method, repeats, sync) in enumerate(algorithm.schedule()):
         step = lambda s, phase=phase, sync=sync: step_alone(algorithm, task, Step(phase, 0, sync), call(server), s)
         for _ in range(min(repeats, 2)):  # the second turn of a loop must find what the first one found
-            before, state = state, jax.eval_shape(step, state)
+            before, state = jax.eval_shape(lambda s: s, state), jax.eval_shape(step, state)
             _check_types(before, state, f"{type(algorithm).__name__}.{method.__name__}")
+            if before == state:
+                break
 
     # JAX refuses an output of the collective program that should be common to all clients and is not.
-    initial, begun = Step(INITIALISE, 0, True), call(None)
-    start = lambda seat: take_step(algorithm, task, initial, None, seated(task, seat, begun), begun, collective(seat))
-    leak = _leaking_field(algorithm, start, all_seats(task))
-    if leak is None:
-        _, clients = jax.eval_shape(lambda: start_all(algorithm, task, key, Plan()))
-        seats = all_seats(task)
+    seats = all_seats(task)
+    try:
+        _, clients = jax.eval_shape(lambda: start_all(algorithm, task, key, Plan(), uploads))
+    except ValueError as error:
+        if "out_axes" not in str(error):
+            raise
+        initial, begun = Step(INITIALISE, 0, True), call(None)
+        start = lambda seat: take_step(
+            algorithm, task, initial, None, seated(task, seat, begun), begun, collective(seat)
+        )
+        leak = _leaking_field(algorithm, start, seats)
+    else:
         round_of = lambda client, seat: run_round(algorithm, task, client, seat, call(server), collective(seat))[0]
-        together = lambda pair: round_of(*pair)
-        leak = _leaking_field(algorithm, together, (clients, seats))
+        leak = _leaking_field(algorithm, lambda pair: round_of(*pair), (clients, seats))
     if leak is not None:
         raise UserError(
             f"{type(algorithm).__name__}: the Shared field {leak} of its State depends on one client's private "

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from nestfed.border import check_match
+from nestfed.border import check_match, kind_of
 from nestfed.core import Algorithm, Cohort, Task, UserError
 from nestfed.privacy import (
     CentralDP,
@@ -80,13 +80,22 @@ class Cost:
         }
 
 
+_MEASURED: dict[Any, Cost] = {}
+
+
 def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None, uploads: Uploads = ()) -> Cost:
     """The cost of this algorithm on this task, per client. `cohort` matters for gathers that send
     everybody's values, `uploads` (transforms of them, as in `simulate`) for what goes up.
     """
     check_match(algorithm, task)
-    transforms = transforms_of(uploads)
-    size = task.clients if cohort is None else cohort
+    transforms, size = transforms_of(uploads), task.clients if cohort is None else cohort
+    kind = kind_of(algorithm, task, transforms), size
+    if kind not in _MEASURED:  # tracing takes a while
+        _MEASURED[kind] = _measure(algorithm, task, size, transforms)
+    return _MEASURED[kind]
+
+
+def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Transform, ...]) -> Cost:
     seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
     key = jax.random.key(0)
 
@@ -100,11 +109,12 @@ def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None, uplo
         call = Call(key, jnp.asarray(0), server, jnp.ones(()))
         return run_round(algorithm, task, client, seat, call, _marked_exchange(size))[0]
 
-    server, client = algorithm.split(jax.eval_shape(start, key))
+    begun, state = jax.make_jaxpr(start, return_shape=True)(key)
+    server, client = algorithm.split(state)
     name = type(algorithm).__name__
     broadcast = jax.tree.leaves(algorithm.part(server, "shared"))
     return Cost(
-        start=_ledger(jax.make_jaxpr(start)(key), f"{name}.init", transforms),
+        start=_ledger(begun, f"{name}.init", transforms),
         round=_ledger(jax.make_jaxpr(one_round)(key, server, client), f"a round of {name}", transforms),
         call_up_bytes=sum(a.size * a.dtype.itemsize for a in broadcast),
     )

@@ -153,6 +153,7 @@ def _with_replays(
         asked: list[Ask] = []
         mapped = [answer for own, answer in answers if own]
 
+        @jax.jit  # traced once for both its uses
         def one_client(inputs):
             argument, mine = inputs
             mine = iter(mine)
