@@ -37,7 +37,22 @@ def bounded_memory():
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
+def undrawn(monkeypatch):
+    """Figures are made but not drawn, which takes seconds per report: for tests of other things."""
+    from nestfed.report import figures  # heavy, and few tests want it
+
+    def write(figure, folder, stem):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{stem}.png", folder / f"{stem}.svg"]
+        for path in paths:
+            path.touch()
+        return paths
+
+    monkeypatch.setattr(figures, "write", write)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path, undrawn):
     """The command line in this process: (exit code, standard output, standard error)."""
     from nestfed import cli  # heavy, and few tests want it
 

@@ -64,7 +64,8 @@ def test_a_clip_shortens_the_whole_upload_and_nothing_else(vector, norm):
     clipped = Clip(norm=norm).apply(tree, KEY)
     length = np.linalg.norm(vector)
     assert joint_norm(clipped) <= norm * (1 + 1e-12)
-    assert_allclose(flat(clipped), vector * min(1, norm / length if length else 1), rtol=1e-12)
+    expected = vector * min(1, norm / length if length else 1)
+    assert_allclose(flat(clipped), expected, rtol=1e-12, atol=1e-300)  # XLA takes the tiniest numbers for zero
     assert bool(Clip(norm=norm).clips(tree)) == (float(joint_norm(tree)) > norm)
     if length < norm * (1 - 1e-12):
         assert (flat(clipped) == vector).all()  # not even a last digit

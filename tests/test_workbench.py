@@ -99,7 +99,7 @@ def test_the_command_of_a_record_repeats_its_settings(study, monkeypatch):
     assert Request.of(seen).settings() == study.record.settings
 
 
-def test_resume_changes_nothing_and_other_settings_are_refused(study):
+def test_resume_changes_nothing_and_other_settings_are_refused(study, undrawn):
     with pytest.raises(nestfed.UserError, match="holds a run already"):
         nestfed.run("fairness", out=study.folder, **SMALL)
     settings = tomllib.loads((study.folder / "settings.toml").read_text())
@@ -362,7 +362,7 @@ def test_what_is_said_of_one_method_wins():
     assert "--seeds 7, " in request.command()
 
 
-def test_output_rules_and_rounds_reach_the_last_stage(tmp_path):
+def test_output_rules_and_rounds_reach_the_last_stage(tmp_path, undrawn):
     study = nestfed.run(
         "fairness", algorithm="fedavg", rounds=4, output="best", out=tmp_path / "best", progress=False, data="german"
     )
@@ -373,7 +373,7 @@ def test_output_rules_and_rounds_reach_the_last_stage(tmp_path):
     assert fcfl.settings(kind.set_up(0))["stage_one_steps"] == 20
 
 
-def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path):
+def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path, undrawn):
     study = nestfed.run(
         "fairness", data="german", algorithm="fedavg", steps=5, out=tmp_path / "no", progress=False,
         set={"lr": 1e-6}, penalty=0.0, features="minimax-fair-raw", seeds=[1],
@@ -392,7 +392,7 @@ def test_area_under_roc_against_scikit_learn():
     assert np.isnan(area_under_roc(scores, np.zeros(200, int)))
 
 
-def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path):
+def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path, undrawn):
     study = nestfed.run(
         "fairness", data="german", clients="housing", algorithm="fedbio", steps=10, evaluations=2, progress=False,
         out=tmp_path / "housing",
