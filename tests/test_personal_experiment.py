@@ -21,7 +21,7 @@ from shared import shared_data
 from nestfed import UserError, make, simulate
 from nestfed.data.femnist import CLASS_NAMES, load_femnist
 from nestfed.data.images import Images
-from nestfed.data.personal import deal_classes, deal_writers
+from nestfed.data.personal import deal_classes, deal_writers, held_out
 from nestfed.privacy import Clip, ClipMean, LocalDP
 from nestfed.reproduce import EXPERIMENTS, personal, privacy, reproduce
 from nestfed.reproduce.cells import Cell, kept, load
@@ -67,6 +67,18 @@ def test_the_paper_s_numbers_of_images(each, per_client, expected):
     assert_array_equal(np.sort(everything), np.arange(sum(each) * 10))
     other = deal_classes(images, clients=50, per_client=per_client, seed=4)
     assert not np.array_equal(other.train.columns[0], dealt.train.columns[0])
+
+
+def test_settings_are_chosen_without_test_images():
+    dealt = deal_classes(made_images((60, 40)), clients=10, per_client=2, seed=3)
+    inner = held_out(dealt, seed=3)
+    assert_array_equal(inner.train.sizes, np.full(10, 49))  # 70 % of 70 of 100
+    for client in (0, 7):
+        of = lambda rows, i=client: set(
+            numbers_of(rows.columns[0][int(rows.offsets[i]) : int(rows.offsets[i]) + int(rows.sizes[i])])
+        )
+        assert of(inner.train) | of(inner.test) == of(dealt.train) and not of(inner.train) & of(inner.test)
+    assert not np.array_equal(held_out(dealt, seed=4).test.columns[0], inner.test.columns[0])
 
 
 def test_dealing_that_cannot_be_is_refused():
@@ -176,18 +188,21 @@ def test_fedcr_trains_on_random_representations_of_images():
 def test_quick_personal(tmp_path, monkeypatch):
     monkeypatch.setenv("NESTFED_DATA", str(shared_data()))
     ((name, about),) = personal.QUICK.data
-    data = ((name, dataclasses.replace(about, rounds=2)),)
-    monkeypatch.setattr(personal, "QUICK", dataclasses.replace(personal.QUICK, data=data, methods=("fedreco",)))
+    data, methods = ((name, dataclasses.replace(about, rounds=2)),), ("fedreco-chosen",)
+    monkeypatch.setattr(personal, "QUICK", dataclasses.replace(personal.QUICK, data=data, methods=methods))
     page = reproduce("personal", out=tmp_path / "out", quick=True, progress=False)
     text = page.read_text()
     assert "{{" not in text and "{%" not in text and "Not run yet" not in text and "quick version" in text
-    cell = load(tmp_path / "out" / "cells" / "femnist-fedreco.json")
-    assert cell.metrics["test_accuracy"].shape == (1, 2, 2)
+    cell, tried = (load(tmp_path / "out" / "cells" / f"{n}.json") for n in ("femnist-fedreco-chosen", "choose-femnist"))
+    assert cell.metrics["test_accuracy"].shape == (1, 2, 2) and len(tried.settings) == 2
+    assert tried.settings[tried.best("test_accuracy")].items() <= cell.settings[0].items()
+    assert cell.settings[0]["epoch"] == 3
     newcomers = cell.metrics["newcomer_accuracy"]
     assert np.isnan(newcomers[..., 0]).all() and (newcomers[..., -1] >= 0).all()
     table = pd.read_csv(tmp_path / "out" / "tables" / "final-femnist.csv").set_index("method")
-    assert_allclose(table.loc["FedReCo", "newcomers"], newcomers[0, :, -1].mean(), rtol=1e-5)
-    assert table.loc["FedReCo", "thousand gradients per client"] == pytest.approx(2 * (3 + 3 + 1) / 1e3)
+    row = table.loc["FedReCo, chosen"]
+    assert_allclose(row["newcomers"], newcomers[0, :, -1].mean(), rtol=1e-5)
+    assert row["thousand gradients per client"] == pytest.approx(2 * (3 + 3 + 1) / 1e3)
     for against in ("rounds", "bytes", "work"):
         assert (page.parent / "figures" / f"accuracy-femnist-{against}.png").stat().st_size > 5_000
 
@@ -234,21 +249,29 @@ def test_what_is_done_to_uploads():
 
 def test_every_method_of_the_plan_has_the_paper_s_settings():
     plan = personal.Plan()
-    made: dict[str, Any] = {method: plan.algorithm(method, 21) for method in plan.methods}
+    made: dict[str, Any] = {method: plan.algorithm(method, 21) for method in plan.methods if method != personal.CHOSEN}
     assert {(a.lr, a.clip) for a in made.values()} == {(0.01, 10.0)}
     steps = {method: getattr(a, "head_steps", 0) + a.local_steps for method, a in made.items()}
     assert set(steps.values()) == {42}  # two epochs
     assert (made["fedreco"].coupling, made["fedreco-pvr"].server_lr, made["fedpac"].coupling) == (0.01, 0.001, 1.0)
     coded = made["fedreco-code"]
     assert (coded.server_lr, coded.server_grad, coded.coupling) == (0.01, "full", 0.01)
-    assert len(personal.Experiment(Path(), plan).names()) == 30
+    chosen: Any = plan.algorithm(personal.CHOSEN, 21, server_lr=1.0, coupling=0.1)
+    other = {
+        field.name
+        for field in dataclasses.fields(chosen)
+        if getattr(chosen, field.name) != getattr(made["fedreco"], field.name)
+    }
+    assert other == {"server_lr", "coupling"}
+    names = personal.Experiment(Path(), plan).names()
+    assert len(names) == 36 and names.index("choose-femnist") < names.index("femnist-fedreco-chosen")
 
 
 def test_page_of_made_up_cells(tmp_path):
     """Numbers put in come out, without data; FedAvg and FedBABU are judged fine-tuned; what is not there is named."""
     plan = dataclasses.replace(personal.Plan(), data=personal.Plan().data[:2])
     experiment = personal.Experiment(tmp_path, plan)
-    level = dict(zip(personal.TITLES, (0.8, 0.5, 0.85, 0.86, 0.1, 0.79, 0.84, 0.9, 0.904, 0.91), strict=True))
+    level = dict(zip(personal.TITLES, (0.8, 0.5, 0.85, 0.86, 0.1, 0.79, 0.84, 0.9, 0.904, 0.91, 0.79), strict=True))
     parts = ("", "_worst_decile", "_lowest", "_deviation")
 
     def invented(method):
@@ -272,7 +295,9 @@ def test_page_of_made_up_cells(tmp_path):
     table = personal.final_table(experiment.finished()["fmnist"]).set_index("method")
     assert table.loc["FedAvg", "test accuracy"] == pytest.approx(0.501)
     assert table.loc["FedAvg, fine-tuned", "test accuracy"] == pytest.approx(0.851)
-    shared, others, variance = (claim.verdict for claim in personal.check_claims(experiment.finished()))
+    verdicts = [claim.verdict for claim in personal.check_claims(experiment.finished())]
+    shared, others, chosen, chosen_and_not, variance = verdicts
+    assert chosen.startswith("does not hold (0 of 1") and chosen_and_not.startswith("does not hold (0 of 1")
     assert shared.startswith("holds (3 of 3") and others.startswith("does not hold (4 of 6")  # FedBABU and FedPAC
     assert variance.startswith("holds (1 of 1")
     assert "server's mean is shortened to norm 10.0 in most rounds (fmnist 75 %)" in (" ".join(text.split()))

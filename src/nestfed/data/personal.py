@@ -85,6 +85,17 @@ def deal_writers(
     )  # fmt: skip
 
 
+def held_out(images: PersonalImages, *, seed: int = 0) -> PersonalImages:
+    """The same clients with their training images alone, cut again: settings are chosen by images that are neither
+    trained on then nor ever tested on."""
+    random, rows = np.random.default_rng(seed), images.train
+    parts = [
+        _cut(random.permutation(int(size)) + int(first)) for first, size in zip(rows.offsets, rows.sizes, strict=True)
+    ]
+    cut = lambda which: Rows.from_clients([tuple(column[part[which]] for column in rows.columns) for part in parts])
+    return dataclasses.replace(images, train=cut(0), test=cut(1), newcomers=())
+
+
 def _cut(rows: np.ndarray) -> list[np.ndarray]:
     """[70 % to train on, the rest]; at least one of both."""
     if len(rows) < 2:
