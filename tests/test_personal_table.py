@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from nestfed import UserError, make, simulate
 from nestfed.core import Sample
 from nestfed.data import TEST, TRAIN
+from nestfed.privacy import LocalDP
 from nestfed.record import Record
 from nestfed.request import Request
 from nestfed.staged import Budget, make_setups, run_method, sweep_method
@@ -127,6 +128,20 @@ def test_a_stage_of_tuning_goes_on_from_the_common_model(kind, setups):
     tuned = run_method(kind, "fedbabu", algorithms, setups[0], 0, Budget(evaluations=1), progress=False).left
     assert_allclose(tuned.u, np.broadcast_to(tuned.u[0], tuned.u.shape), atol=1e-12)  # the head alone
     assert np.abs(tuned.v - v[None]).max() > 1e-3 and np.abs(tuned.v[0] - tuned.v[1]).max() > 1e-4
+
+
+def test_a_stage_without_exchanges_takes_no_part_of_a_privacy_budget(kind, setups):
+    privacy = LocalDP(clip=1.0, noise_multiplier=2.0, delta=1e-5, budget=4.2)
+    budget = Budget(rounds=8, evaluations=1, privacy=privacy)
+    done = lambda name: [
+        (stage.done, stage.spending.epsilon(stage.done))
+        for stage in run_method(
+            kind, name, kind.method(name).algorithms(setups[0], {}), setups[0], 0, budget, progress=False
+        ).stages
+    ]  # fmt: skip
+    (alone,), (first, second) = done("fedavg"), done("fedavg-tuned")
+    assert first == alone and 0 < first[0] < 8 and second[0] == 8
+    assert second[1] == pytest.approx(first[1]) and 3 < first[1] <= 4.2
 
 
 # ------------------------------------------------------------------------------------------------- the command line

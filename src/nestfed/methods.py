@@ -27,6 +27,7 @@ class Stage:
     task: Callable[[Setup, Any], Task]  # (set-up, what the stage before left or None)
     settings: Callable[[Setup], dict[str, Any]]  # what the kind recommends for this set-up
     output: str = "last"
+    alone: bool = False  # clients exchange nothing: it needs no part of a privacy budget
 
 
 @dataclasses.dataclass(frozen=True)

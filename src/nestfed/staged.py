@@ -76,7 +76,7 @@ class Budget:
     dropout: float = 0.0
     evaluations: int = 100  # about so many in every stage
     output: str | None = None  # which iterate of the last stage counts; None: what the method's paper returns
-    privacy: Guarantee | None = None  # its budget is for all stages of a method, which get equal parts
+    privacy: Guarantee | None = None  # its budget is for all stages of a method; those that exchange get equal parts
 
     def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
         return self.rounds or max(1, kind.steps // algorithm.local_steps)
@@ -87,8 +87,10 @@ class Budget:
         output = (self.output if number + 1 == len(stages) else None) or stages[number].output
         guarantee = self.privacy
         if guarantee is not None:
-            part = None if guarantee.budget is None else guarantee.budget * (number + 1) / len(stages)
-            guarantee = dataclasses.replace(guarantee, earlier=trace.spent, budget=part)
+            exchanging = [not stage.alone for stage in stages]
+            part = sum(exchanging[: number + 1]) / max(1, sum(exchanging))
+            spend = None if guarantee.budget is None else guarantee.budget * part
+            guarantee = dataclasses.replace(guarantee, earlier=trace.spent, budget=spend)
         return {
             "rounds": rounds,
             "output": output,

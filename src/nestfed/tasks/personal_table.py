@@ -129,7 +129,7 @@ def _stage(algorithm: str, **settings: Any) -> Stage:
 def _tuning(trains: str) -> Stage:
     """Every client goes on alone from the common model."""
     settings = lambda setup: {"lr": TUNING_LR[trains], "local_steps": LOCAL_STEPS, "trains": trains}
-    return Stage(TUNING, "local-only", from_the_common_model, settings)
+    return Stage(TUNING, "local-only", from_the_common_model, settings, alone=True)
 
 
 METHODS: dict[str, Method] = {
