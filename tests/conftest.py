@@ -52,7 +52,7 @@ def undrawn(monkeypatch):
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tmp_path, undrawn):
+def call(monkeypatch, capsys, tmp_path):
     """The command line in this process: (exit code, standard output, standard error)."""
     from nestfed import cli  # heavy, and few tests want it
 

@@ -180,10 +180,8 @@ def test_own_banks_in_one_command(call, path, kind, monkeypatch):
         "test average precision", "test average precision, mean of clients", "test precision at recall 0.5",
         "test AUROC",
     ]  # fmt: skip
-    figures.chart(record).savefig(Path("a") / "drawn.png")
-    for name in ("report.html", "lines.parquet", "drawn.png"):
+    for name in ("report.html", "lines.parquet", "figures/precision-recall.png", "figures/precision-recall.svg"):
         assert (Path("a") / name).stat().st_size > 1000, name
-    assert {path.suffix for path in Path("a/figures").glob("precision-recall.*")} == {".png", ".svg"}
 
     # Metrics in training (one compiled sort) are those of the final state (scikit-learn).
     last, final = record.history.groupby("method").last(), record.final.set_index("method")

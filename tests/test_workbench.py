@@ -27,6 +27,7 @@ from nestfed.tasks.tabular import TabularModel, area_under_roc
 BYTES = jnp.zeros(()).dtype.itemsize  # of a number
 SMALL = {"data": "german", "steps": 20, "evaluations": 4}
 FLAGS = ["--data", "german", "--steps", "20", "--evaluations", "4"]
+pytestmark = pytest.mark.usefixtures("undrawn")  # but the fixture `study` draws: it is made before
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,7 @@ def test_a_run_leaves_everything(study):
     assert about["seeds"] == [0, 1] and about["status"] == "finished"
     assert set(about["versions"]) >= {"python", "nestfed", "jax", "numpy"}
     assert {p.suffix for p in (study.folder / "figures").iterdir()} == {".png", ".svg"}
+    assert all(p.stat().st_size > 1000 for p in (study.folder / "figures").iterdir())
     assert {p.suffix for p in (study.folder / "tables").iterdir()} == {".csv", ".md", ".tex"}
     assert study.figures and study.report.exists()
 
@@ -99,7 +101,7 @@ def test_the_command_of_a_record_repeats_its_settings(study, monkeypatch):
     assert Request.of(seen).settings() == study.record.settings
 
 
-def test_resume_changes_nothing_and_other_settings_are_refused(study, undrawn):
+def test_resume_changes_nothing_and_other_settings_are_refused(study):
     with pytest.raises(nestfed.UserError, match="holds a run already"):
         nestfed.run("fairness", out=study.folder, **SMALL)
     settings = tomllib.loads((study.folder / "settings.toml").read_text())
@@ -362,7 +364,7 @@ def test_what_is_said_of_one_method_wins():
     assert "--seeds 7, " in request.command()
 
 
-def test_output_rules_and_rounds_reach_the_last_stage(tmp_path, undrawn):
+def test_output_rules_and_rounds_reach_the_last_stage(tmp_path):
     study = nestfed.run(
         "fairness", algorithm="fedavg", rounds=4, output="best", out=tmp_path / "best", progress=False, data="german"
     )
@@ -373,7 +375,7 @@ def test_output_rules_and_rounds_reach_the_last_stage(tmp_path, undrawn):
     assert fcfl.settings(kind.set_up(0))["stage_one_steps"] == 20
 
 
-def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path, undrawn):
+def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path):
     study = nestfed.run(
         "fairness", data="german", algorithm="fedavg", steps=5, out=tmp_path / "no", progress=False,
         set={"lr": 1e-6}, penalty=0.0, features="minimax-fair-raw", seeds=[1],
@@ -392,7 +394,7 @@ def test_area_under_roc_against_scikit_learn():
     assert np.isnan(area_under_roc(scores, np.zeros(200, int)))
 
 
-def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path, undrawn):
+def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path):
     study = nestfed.run(
         "fairness", data="german", clients="housing", algorithm="fedbio", steps=10, evaluations=2, progress=False,
         out=tmp_path / "housing",
