@@ -6,7 +6,9 @@ from cases import CASES, TASKS, regression
 
 from nestfed import ALGORITHMS, struct
 from nestfed.algorithms.fedavg import FedAvg
+from nestfed.algorithms.fedbio import FedBiOAcc
 from nestfed.checks import CHECKS, NonConforming, check_algorithm
+from nestfed.hypergradients import Dense
 
 
 def test_every_registered_algorithm_has_a_case():
@@ -65,6 +67,22 @@ class SpreadsAbsentValues(FedAvg):
     def step(self, problem, s, draw, fed):
         x = s.x - self.lr * problem.gradient(s.x, draw(0))
         return s._replace(x=fed.gather(x).mean(0) if fed.sync else x)  # a mean over everybody, present or not
+
+
+@struct
+class MixesUpPoints(FedBiOAcc):
+    """Corrects a client's own estimate from where the others have been last."""
+
+    def begin(self, server, client):
+        s = super().begin(server, client)
+        return s._replace(x_omega=s.x_prev)
+
+
+def test_an_estimate_at_the_wrong_point_fails_with_the_right_words():
+    case = CASES["fedbioacc"]
+    broken = MixesUpPoints(local_steps=2, hypergradient=Dense())
+    with pytest.raises(NonConforming, match="own point.*an estimate of client . is not what it should be"):
+        check_algorithm(broken, TASKS[case.task]())
 
 
 @pytest.mark.parametrize(

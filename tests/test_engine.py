@@ -30,9 +30,9 @@ from nestfed import (
     struct,
     sweep,
 )
-from nestfed.border import cohort_size, make_plan
+from nestfed.border import make_plan
+from nestfed.cohorts import choose_cohort, cohort_rule
 from nestfed.problems import SingleLevel
-from nestfed.program import choose_cohort
 from nestfed.simulate import evaluate
 
 RAGGED = (5, 17, 9, 30, 3)
@@ -134,10 +134,11 @@ def test_the_data_order_does_not_depend_on_the_algorithm():
 
 def test_a_larger_cohort_contains_the_smaller_one_and_seeds_differ():
     task, key = regression((4,) * 20), jax.random.key(3)
-    seats = lambda size, key=key: set(choose_cohort(task, key, jnp.asarray(7), size, None).id.tolist())
+    rule = lambda size: cohort_rule(size, "weights", task.weights)
+    seats = lambda size, key=key: set(choose_cohort(task, key, jnp.asarray(7), rule(size)).id.tolist())
     assert seats(5) < seats(6) < seats(15)
     assert seats(10) != seats(10, jax.random.key(4))
-    rounds = [choose_cohort(task, key, jnp.asarray(r), 5, None).id for r in range(200)]
+    rounds = [choose_cohort(task, key, jnp.asarray(r), rule(5)).id for r in range(200)]
     often = np.bincount(np.concatenate(rounds), minlength=20)
     assert often.sum() == 1000 and often.min() > 25 and often.max() < 80  # 50 expected of each
 
@@ -207,15 +208,16 @@ def test_cohort_and_dropout_leave_absent_clients_untouched():
     task = regression(RAGGED)
     algorithm = make("scaffold", lr=0.05, local_steps=2)
     result = simulate(algorithm, task, 1, rounds=1, cohort=2)
-    seats = choose_cohort(task, jax.random.key(1), jnp.asarray(0), 2, None)
+    seats = choose_cohort(task, jax.random.key(1), jnp.asarray(0), cohort_rule(2, "weights", task.weights))
     moved = np.any(np.asarray(result.clients.c_k) != 0, axis=1)
     assert sorted(np.flatnonzero(moved)) == sorted(seats.position.tolist())
     assert result.participants.tolist() == [2]
 
 
-@pytest.mark.parametrize(("cohort", "expected"), [(None, None), (2, 2), (0.4, 2), (1.0, 5), (0.01, 1), (1, 1)])
+@pytest.mark.parametrize(("cohort", "expected"), [(None, None), (2, 2), (0.4, 2), (1.0, None), (0.01, 1), (1, 1)])
 def test_cohort_is_a_number_or_a_fraction(cohort, expected):
-    assert cohort_size(cohort, 5) == expected
+    rule = cohort_rule(cohort, "uniform", np.ones(5))
+    assert (None if rule is None else rule.size) == expected
 
 
 def test_large_models_run_in_turn_on_a_cpu_and_a_setting_forces_it():
@@ -470,7 +472,6 @@ def test_ten_thousand_clients_with_a_cohort_of_a_hundred():
 import json, resource, jax, jax.numpy as jnp, numpy as np
 from nestfed import Rows, Task, make, simulate, struct
 from nestfed import engine
-from nestfed.border import cohort_size, make_plan
 from nestfed.problems import SingleLevel
 @struct
 class Logistic(SingleLevel):

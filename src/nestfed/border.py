@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from nestfed.cohorts import cohort_rule, everybody
 from nestfed.core import Algorithm, Array, Task, UserError, check_registered, validate
 from nestfed.engine import Plan, collective, start_all
-from nestfed.privacy import Transform, Uploads, transforms_of
+from nestfed.noise import fresh_key
+from nestfed.privacy import CentralDP, Transform, Uploads, guarantee_of, transforms_of
 from nestfed.program import (
     INITIALISE,
     Call,
     Step,
-    all_seats,
     run_round,
     seated,
     step_alone,
@@ -54,6 +55,7 @@ def make_plan(
     task: Task,
     *,
     cohort: int | float | None = None,
+    sampling: str = "weights",
     dropout: float = 0.0,
     evaluate_every: int | None = 1,
     metrics: Callable | None = None,
@@ -63,8 +65,12 @@ def make_plan(
     client_axis: str = "auto",
     client_chunk: int | None = None,
     uploads: Uploads = (),
+    weights: Any = None,
 ) -> tuple[Plan, Array]:
-    """Check everything that the user gave at the border, and fix the static part of the run: (plan, dropout)."""
+    """Check everything that the user gave at the border, and fix the static part of the run: (plan, dropout).
+
+    `weights` are those of several tasks that will share the plan, [tasks, clients]; None: the task's own.
+    """
     check_match(algorithm, task)
     transforms = transforms_of(uploads)
     if evaluate_every is not None:
@@ -81,11 +87,15 @@ def make_plan(
         raise UserError(f"client_axis={client_axis!r} was given; use 'auto', 'vmap' or 'map'.")
     if client_chunk is not None:
         check_positive("client_chunk", client_chunk)
-    size = cohort_size(cohort, task.clients)
-    seats = task.clients if size is None else size
+    rule = cohort_rule(cohort, sampling, np.asarray(task.weights if weights is None else weights))
+    seats = task.clients if rule is None else rule.seats
+    guarantee = guarantee_of(uploads)
+    if guarantee is not None:
+        guarantee.check_cohort(rule is not None and rule.random_size)
     plan = Plan(
-        cohort=size,
+        cohort=rule,
         dropout=dropout > 0,
+        hidden=isinstance(guarantee, CentralDP),
         evaluate_every=evaluate_every,
         metrics=metrics,
         output=output,
@@ -104,23 +114,6 @@ def kind_of(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) ->
     """Everything about them but numbers: what is traced with one of a kind holds for all."""
     given = algorithm, task, uploads
     return jax.tree.structure(given), tuple((np.shape(a), str(jnp.result_type(a))) for a in jax.tree.leaves(given))
-
-
-def cohort_size(cohort: int | float | None, clients: int) -> int | None:
-    """The number of clients per round from a number, a fraction or None."""
-    if cohort is None:
-        return None
-    if isinstance(cohort, bool) or not isinstance(cohort, (int, float, np.integer, np.floating)):
-        raise UserError(f"cohort={cohort!r} was given; use a number of clients, a fraction, or None for all of them.")
-    if isinstance(cohort, (float, np.floating)):
-        if not 0 < cohort <= 1:
-            raise UserError(f"cohort={cohort} was given; a fraction of the clients lies between 0 and 1.")
-        return max(1, round(cohort * clients))
-    if cohort < 1:
-        raise UserError(f"cohort={cohort} was given; a round needs at least one client.")
-    if cohort > clients:
-        raise UserError(f"cohort={cohort}, but the task has {clients} clients; use cohort=None for all of them.")
-    return int(cohort)
 
 
 def check_match(algorithm: Algorithm, task: Task) -> None:
@@ -226,9 +219,9 @@ def _check_contract(algorithm: Algorithm, task: Task, uploads: tuple[Transform, 
                 break
 
     # JAX refuses an output of the collective program that should be common to all clients and is not.
-    seats = all_seats(task)
+    seats = everybody(task)
     try:
-        _, clients = jax.eval_shape(lambda: start_all(algorithm, task, key, Plan(), uploads))
+        _, clients = jax.eval_shape(lambda: start_all(algorithm, task, key, Plan(), uploads, fresh_key()))
     except ValueError as error:
         if "out_axes" not in str(error):
             raise
@@ -268,7 +261,8 @@ def _leaking_field(algorithm: Algorithm, program: Callable, arguments: Any) -> s
 
 
 def _call(key: Array, server: Any) -> Call:
-    return Call(key, jnp.asarray(-1 if server is None else 0), server, jnp.ones(()))
+    # Nothing runs: any key of noise will do.
+    return Call(key, jnp.asarray(-1 if server is None else 0), server, jnp.ones(()), (), fresh_key())
 
 
 def _check_types(before: Any, after: Any, where: str) -> None:

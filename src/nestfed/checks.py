@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nestfed import engine
@@ -17,6 +18,7 @@ from nestfed.core import Algorithm, PyTree, Task, UserError, struct
 from nestfed.cost import measure
 from nestfed.deploy import deploy
 from nestfed.privacy import Transform
+from nestfed.program import Call, alone, draws, seated
 from nestfed.sweep import sweep
 
 ROUNDS = 3
@@ -171,6 +173,40 @@ def _an_absent_client_does_not_spread_its_values(algorithm: Algorithm, task: Tas
     _same((server, clients), _parts(run), "runs with and without a NaN at a client that takes no part")
 
 
+def _an_absent_client_keeps_what_belongs_to_its_own_point(algorithm: Algorithm, task: Task) -> None:
+    """An estimate that is corrected by differences must start from the point where it was made, not from where the
+    others have gone meanwhile: `Algorithm.estimates` says what belongs together."""
+    if type(algorithm).estimates is Algorithm.estimates:
+        return
+    algorithm = dataclasses.replace(algorithm, local_steps=1)
+    task = dataclasses.replace(task, data=_alike(task), local_steps=None)
+    plan, dropout = make_plan(algorithm, task, evaluate_every=None, **_participation(task))
+    key = as_key(0)
+    run = engine.start(algorithm, task, key, plan)
+    run = engine.advance(algorithm, task, key, run, 0, 3 * ROUNDS, dropout, plan)[0]
+
+    def gap(client: Any, position: Any) -> Any:
+        at_work = seated(task, alone()._replace(position=position), Call(key, 0, run.server, 1.0))
+        found = algorithm.estimates(task.problem, algorithm.begin(run.server, client), draws(task, at_work, 0))
+        relative = lambda a, b: jnp.max(jnp.abs(a - b)) / (1e-3 + jnp.max(jnp.abs(b)))
+        return jnp.stack([jnp.where(there, relative(a, b), 0) for a, b, there in found]).max()
+
+    gaps = np.asarray(jax.vmap(gap)(run.clients, jnp.arange(task.clients)))
+    if not (gaps <= (1e-9 if gaps.dtype == np.float64 else 1e-3)).all():
+        raise NonConforming(
+            f"after {3 * ROUNDS} rounds, from which clients were absent now and then, an estimate of client "
+            f"{int(np.nanargmax(gaps))} is not what it should be at its own point (gap {np.nanmax(gaps):.2g}). "
+            "A Local estimate needs the point that it belongs to as a Local field, as FedBiOAcc has it."
+        )
+
+
+def _alike(task: Task) -> Any:
+    """The data with every client's first row in place of all its rows."""
+    order = np.argsort(task.data.offsets, kind="stable")  # as rows lie in the pool
+    first = np.repeat(np.asarray(task.data.offsets)[order], np.asarray(task.data.sizes)[order])
+    return dataclasses.replace(task.data, columns=jax.tree.map(lambda a: np.asarray(a)[first], task.data.columns))
+
+
 def _spoilt(task: Task) -> Any:
     """The data with NaN in everything that client 0 holds."""
     start, size = int(task.data.offsets[0]), int(task.data.sizes[0])
@@ -197,4 +233,5 @@ CHECKS: tuple[Callable[[Algorithm, Task], None], ...] = (
     _a_row_of_a_sweep_with_clients_in_turn_is_a_run,
     _a_run_may_be_cut_into_pieces,
     _an_absent_client_does_not_spread_its_values,
+    _an_absent_client_keeps_what_belongs_to_its_own_point,
 )

@@ -546,7 +546,9 @@ class Fed:
     server: Any  # Shared fields as broadcast at the start of the round; the others are None
     key: Array  # this client's, for this step
     shared_key: Array  # the same on all clients, for this step
-    share: Array  # clients taking part / all clients
+    # This client's weight in the problem / its weight in this round's means: with equal weights, clients taking part /
+    # all clients. mean(share z) is the part of the sum over all clients of weight z that those taking part make up.
+    share: Array
     rows: Any = None  # this client's own rows (`ClientRows`), for passes over all of them; batches come from draw(j)
     own_steps: Array | None = None  # this client's number of local steps, if the task gives clients different ones
     unsynced: Any = None  # in metrics, if asked for: this client's whole State before the round's last step
@@ -565,6 +567,7 @@ class Algorithm:
     family: ClassVar[str]  # the class of problem it solves: `Problem.family`
     scope: ClassVar[str | None] = None  # "local" or "global" where the family knows both
     uneven_steps: ClassVar[bool] = False  # can clients do different numbers of local steps?
+    few_clients: ClassVar[str | None] = None  # why its limit is another one where only some clients take part
 
     def init(self, problem: Any, params: Any, draw: Callable[[int], Sample], fed: Fed) -> Any:
         raise UserError(f"{type(self).__name__} must define init(problem, params, draw, fed).")
@@ -578,6 +581,12 @@ class Algorithm:
         source = lambda name, ours, own: {"local": own, "scratch": None}.get(kinds[name], ours)
         fields = zip(self.State._fields, server, client, strict=True)
         return self.State(**{name: source(name, ours, own) for name, ours, own in fields})
+
+    def estimates(self, problem: Any, s: Any, draw: Callable[[int], Sample]) -> list[tuple[Any, Any, Any]]:
+        """For the conformance suite, of a client between two rounds: (an estimate that it keeps, what it estimates at
+        the point that it belongs to, is there one yet?). With one local step and batches that are all alike the two
+        are equal for recursions that add up differences, however long the client was away."""
+        return []
 
     def schedule(self) -> tuple[Phase, ...]:
         """The phases of a round, in order: (method, repeats, sync). Loops that exchange are phases."""

@@ -13,6 +13,7 @@ is a line of its own.
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from nestfed.border import check_match, kind_of
+from nestfed.cohorts import CohortRule, chances_of
 from nestfed.core import Algorithm, Cohort, Task, UserError
 from nestfed.privacy import (
     CentralDP,
@@ -33,7 +35,7 @@ from nestfed.privacy import (
     upload_bytes,
 )
 from nestfed.problems import ORACLE_KINDS
-from nestfed.program import INITIALISE, Call, Exchange, Seat, Step, as_float, run_round, seated, take_step
+from nestfed.program import INITIALISE, Call, Exchange, Step, alone, as_float, run_round, seated, take_step
 
 _DRAWS, _MEAN, _QUESTION, _GATHER, _ORACLE = (
     ("_draw_rows", "_all_rows"),
@@ -62,8 +64,10 @@ class Cost:
     """What an algorithm costs one client on a task."""
 
     start: Ledger
-    round: Ledger
+    round: Ledger  # for a cohort of so many clients:
     call_up_bytes: int  # the broadcast, for a client that missed the last round
+    cohort: int
+    down_per_client: int = 0  # more down for every further client of the cohort: gathers that send everybody's values
 
     def totals(self, participants: Any, clients: int) -> dict[str, np.ndarray]:
         """Bytes (up and down), oracle calls and samples of all clients together, cumulated over rounds; index 0 is the
@@ -74,8 +78,9 @@ class Cost:
             "samples": lambda ledger: ledger.samples,
         }
         present = np.asarray(participants, np.int64)
+        more = {"bytes": self.down_per_client * (present - self.cohort)}  # a cohort may be of any size
         return {
-            name: np.cumsum([clients * amount(self.start), *(amount(self.round) * present)])
+            name: np.cumsum([clients * amount(self.start), *((amount(self.round) + more.get(name, 0)) * present)])
             for name, amount in each.items()
         }
 
@@ -83,12 +88,12 @@ class Cost:
 _MEASURED: dict[Any, Cost] = {}
 
 
-def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None, uploads: Uploads = ()) -> Cost:
-    """The cost of this algorithm on this task, per client. `cohort` matters for gathers that send
-    everybody's values, `uploads` (transforms of them, as in `simulate`) for what goes up.
+def measure(algorithm: Algorithm, task: Task, *, cohort: float | None = None, uploads: Uploads = ()) -> Cost:
+    """The cost of this algorithm on this task, per client. `cohort` (the expected number of clients) matters for
+    gathers that send everybody's values, `uploads` (transforms of them, as in `simulate`) for what goes up.
     """
     check_match(algorithm, task)
-    transforms, size = transforms_of(uploads), task.clients if cohort is None else cohort
+    transforms, size = transforms_of(uploads), task.clients if cohort is None else max(1, round(cohort))
     kind = kind_of(algorithm, task, transforms), size
     if kind not in _MEASURED:  # tracing takes a while
         _MEASURED[kind] = _measure(algorithm, task, size, transforms)
@@ -96,8 +101,7 @@ def measure(algorithm: Algorithm, task: Task, *, cohort: int | None = None, uplo
 
 
 def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Transform, ...]) -> Cost:
-    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
-    key = jax.random.key(0)
+    seat, key = alone(), jax.random.key(0)
 
     def start(key):
         call = Call(key, jnp.asarray(-1), None, jnp.ones(()))
@@ -105,7 +109,7 @@ def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Tran
             algorithm, task, Step(INITIALISE, 0, True), None, seated(task, seat, call), call, _marked_exchange(size)
         )
 
-    def one_round(key, server, client):
+    def one_round(size, key, server, client):
         call = Call(key, jnp.asarray(0), server, jnp.ones(()))
         return run_round(algorithm, task, client, seat, call, _marked_exchange(size))[0]
 
@@ -113,25 +117,43 @@ def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Tran
     server, client = algorithm.split(state)
     name = type(algorithm).__name__
     broadcast = jax.tree.leaves(algorithm.part(server, "shared"))
+    of_round = lambda size: _ledger(
+        jax.make_jaxpr(functools.partial(one_round, size))(key, server, client), f"a round of {name}", transforms
+    )
+    ledger = of_round(size)
     return Cost(
         start=_ledger(begun, f"{name}.init", transforms),
-        round=_ledger(jax.make_jaxpr(one_round)(key, server, client), f"a round of {name}", transforms),
+        round=ledger,
         call_up_bytes=sum(a.size * a.dtype.itemsize for a in broadcast),
+        cohort=size,
+        down_per_client=of_round(size + 1).bytes_down - ledger.bytes_down if ledger.gathers else 0,
     )
 
 
-def spending(algorithm: Algorithm, task: Task, uploads: Uploads, *, cohort: int | None = None) -> Spending | None:
-    """What a run spends of privacy, if a guarantee is among the uploads; `cohort` clients take part in a round."""
+def spending(
+    algorithm: Algorithm,
+    task: Task,
+    uploads: Uploads,
+    *,
+    cohort: CohortRule | None = None,
+    repeatable: bool = False,
+) -> Spending | None:
+    """What a run spends of privacy, if a guarantee is among the uploads."""
     guarantee: Guarantee | None = guarantee_of(uploads)
     if guarantee is None:
         return None
-    ledger = measure(algorithm, task, cohort=cohort)
-    # With unequal weights the noise tells who took part: then a random cohort hides nobody.
-    hidden = isinstance(guarantee, CentralDP) and cohort is not None and cohort < task.clients
-    amplifies = hidden and np.ptp(np.asarray(task.weights)) < 1e-12 and ledger.round.exchanges > 0
-    return Spending(
-        guarantee, ledger.start.exchanges, ledger.round.exchanges, task.clients, cohort if amplifies else None
-    )
+    ledger = measure(algorithm, task, cohort=None if cohort is None else cohort.size)
+    spent = Spending(guarantee, ledger.start.exchanges, ledger.round.exchanges, task.clients, repeatable=repeatable)
+    if cohort is None or not isinstance(guarantee, CentralDP) or ledger.round.exchanges == 0:
+        return spent
+    if cohort.random_size:
+        chance = float(np.max(chances_of(task.weights, cohort)))
+        return dataclasses.replace(spent, cohort=cohort.size, chance=chance)
+    # Of a fixed number: that another client is there tells that one is not. The proof is for clients that are drawn
+    # alike (with unequal weights the noise tells who took part) and that keep nothing from round to round.
+    alike = cohort.sampling == "uniform" and np.ptp(np.asarray(task.weights)) < 1e-12
+    stateless = "local" not in algorithm.kinds().values()
+    return dataclasses.replace(spent, cohort=cohort.size) if alike and stateless else spent
 
 
 def _marked_exchange(size: int) -> Exchange:

@@ -11,6 +11,9 @@ with NaN in place of every private value: what it knows of a client is what came
 
 import dataclasses
 import functools
+import hashlib
+import hmac
+import secrets
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -18,16 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nestfed.border import as_key, check_match, check_positive, cohort_size
+from nestfed.border import as_key, check_match, check_positive, make_plan
+from nestfed.checkpoint import fingerprint
+from nestfed.cohorts import chances_of
 from nestfed.core import Algorithm, Array, Cohort, Rows, Task, UserError, everything
-from nestfed.privacy import Transform, Uploads, transforms_of
+from nestfed.engine import call_up
+from nestfed.noise import check_secret, fresh_key, key_of_bytes, noise_key, repeatable_key
+from nestfed.privacy import Uploads, transforms_of
 from nestfed.program import (
     INITIALISE,
     Ask,
     Call,
-    Seat,
+    Expected,
     Step,
-    choose_cohort,
+    alone,
     replay,
     seated,
     shared_key,
@@ -48,7 +55,7 @@ class Ticket(NamedTuple):
     round: int
     exchange: int  # 0 calls the client up; e > 0 brings the answer to its question e - 1
     server: Any  # Shared fields at the start of the round (not the server's own)
-    share: float  # clients taking part / all clients
+    share: float  # the client's weight in the problem / its weight in this round's means
     answer: Leaves | None
 
 
@@ -67,7 +74,7 @@ def program_of(algorithm: Algorithm, round: int) -> list[tuple[int, bool]]:
 @functools.partial(jax.jit, static_argnames=("phase", "sync"))
 def _attempt(algorithm: Algorithm, task: Task, phase: int, sync: bool, index, state, call: Call, answers):
     """Run one step of the task's only client as far as the known answers allow: {"ask": leaves} or {"done": State}."""
-    seat = Seat(jnp.asarray(0), jnp.asarray(task.data.ids)[0], jnp.asarray(0), jnp.ones(()))
+    seat = alone(jnp.asarray(task.data.ids)[0])
     try:
         step = Step(phase, index, sync)
         return {"done": take_step(algorithm, task, step, state, seated(task, seat, call), call, replay(answers))}
@@ -75,21 +82,9 @@ def _attempt(algorithm: Algorithm, task: Task, phase: int, sync: bool, index, st
         return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
 
 
-class _Party:
-    """What a node and the server have in common: the algorithm, the run's key, and what becomes of uploads."""
-
-    algorithm: Algorithm
-    key: Array
-    uploads: tuple[Transform, ...]
-    secret: Array
-
-    def call(self, round: int, server: Any, share: float) -> Call:
-        return Call(self.key, jnp.asarray(round), server, jnp.asarray(share, float), self.uploads, self.secret)
-
-
 def _template(algorithm: Algorithm, task: Task, key: Array) -> Any:
     """The shapes of State after init."""
-    start = Call(key, jnp.asarray(START), None, jnp.ones(()))
+    start = Call(key, jnp.asarray(START), None, jnp.ones(()))  # uploads change no shape
     return jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), start, None))
 
 
@@ -103,14 +98,15 @@ def _host(leaves: Any) -> Leaves:
     return [np.asarray(leaf) for leaf in leaves]
 
 
-class Node(_Party):
+class Node:
     """One client. `store` keeps lists of arrays by name; it never leaves the node, and may be backed by its disk.
 
     Delivery may be repeated: the same exchange of the same round asked twice gives the same answer.
 
-    `uploads` are transforms of what it sends, as in `simulate`. Their noise comes from `secret`, a seed that only this
-    node knows: without it the noise comes from the run's seed, as in simulation, and whoever knows that can take the
-    noise off again.
+    `uploads` are transforms of what it sends, as in `simulate`. Noise comes from `secret`: random bytes that only this
+    node knows, made once by secrets.token_bytes(32) and the same until the run is over. What it has answered with noise
+    it does not answer again to anybody who asks with other values: the difference would show what the noise hides.
+    `noise_seed` draws the noise as `simulate` does with it, for tests.
     """
 
     def __init__(
@@ -121,14 +117,26 @@ class Node(_Party):
         store: MutableMapping[str, Leaves] | None = None,
         *,
         uploads: Uploads = (),
-        secret: Any = None,
+        secret: bytes | None = None,
+        noise_seed: int | None = None,
     ):
         if task.clients != 1:
             raise UserError(f"a node holds one client's rows; the task has {task.clients} clients.")
         check_match(algorithm, task)
         self.algorithm, self.task, self.key = algorithm, task, as_key(seed)
-        self.uploads, self.secret = transforms_of(uploads), self.key if secret is None else as_key(secret)
+        self.uploads = transforms_of(uploads)
         self.store: MutableMapping[str, Leaves] = {} if store is None else store
+        self._noise = self._test_noise = None
+        if any(transform.noisy and transform.changes("apply") for transform in self.uploads):
+            if noise_seed is not None:
+                self._test_noise = repeatable_key(noise_seed, self.key)
+            elif secret is None:
+                raise UserError(
+                    "uploads= was given with noise and without secret=: the run's seed is no secret, whoever knows it "
+                    "could take the noise off again. Give secret=secrets.token_bytes(32), made once for this node."
+                )
+            else:
+                self._noise = _NoiseBook(check_secret(secret), self.store, fingerprint((algorithm, task)))
         self._first = _template(algorithm, task, self.key)
         self._structures: dict[bool, list[Any]] = {}
 
@@ -136,10 +144,13 @@ class Node(_Party):
         """Work until an answer is needed (return the question) or the round is over (return None)."""
         if "asked" in self.store and self._numbers("asked")[:2] == [ticket.round, ticket.exchange]:
             return None if self._numbers("asked")[2] else self.store["question"]
-        ticket = ticket._replace(server=self._completed(ticket.server))
+        broadcast, ticket = ticket.server, ticket._replace(server=self._completed(ticket.server))
         reached, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
         program = program_of(self.algorithm, ticket.round)
-        call = self.call(ticket.round, ticket.server, ticket.share)
+        noise = self._test_noise
+        if self._noise is not None:
+            noise = self._noise.key(ticket._replace(server=broadcast), state)
+        call = self._call(ticket, noise)
         for index in range(reached, len(program)):
             out = _attempt(self.algorithm, self.task, *program[index], index, state, call, answers)
             if "ask" in out:
@@ -158,6 +169,10 @@ class Node(_Party):
     def client(self) -> Any:
         """The Local fields as they are now."""
         return self._local("client")
+
+    def _call(self, ticket: Ticket, noise: Array | None) -> Call:
+        share = jnp.asarray(ticket.share, float)
+        return Call(self.key, jnp.asarray(ticket.round), ticket.server, share, self.uploads, noise)
 
     def _begin(self, ticket: Ticket):
         if ticket.round == START:
@@ -192,7 +207,7 @@ class Node(_Party):
         """The structure of State at the start of this step (Scratch fields come and go within a round)."""
         initial = ticket.round == START
         if initial not in self._structures:
-            call, state, structures = self.call(ticket.round, ticket.server, ticket.share), None, []
+            call, state, structures = self._call(ticket, fresh_key()), None, []
             if not initial:
                 state = jax.eval_shape(lambda: self.algorithm.begin(ticket.server, self._local("client")))
             for k, (phase, sync) in enumerate(program_of(self.algorithm, ticket.round)):
@@ -223,6 +238,60 @@ class Node(_Party):
         return self.store[name][0].tolist()
 
 
+class _NoiseBook:
+    """A node's keys of noise, one for everything that a question can depend on, and what it has answered so far.
+
+    A key is hashed from the secret and from all that the node was told in this round, what it holds and what it is
+    asked: the same question has the same noise, and any other question has another. So nobody who sends the same round
+    twice, to this run or to another one with the same secret, can subtract anything. And because a second answer would
+    spend privacy that nobody counts, one that differs is refused.
+    """
+
+    def __init__(self, secret: bytes, store: MutableMapping[str, Leaves], about: str):
+        self.secret, self.store, self.about = secret, store, about.encode()
+        mark = np.frombuffer(self._hash(b"which secret"), np.uint8)
+        if "secret" in store and not np.array_equal(store["secret"][0], mark):
+            raise UserError(
+                "secret= is another one than this node's store was written with; the same question with another noise "
+                "would give away a part of what is hidden. Give the secret that the run began with."
+            )
+        store["secret"] = [mark]
+
+    def key(self, ticket: Ticket, state: Any) -> Array:
+        """The key for what is answered to this ticket."""
+        # The start and the last two rounds: a node does not go back further.
+        name = "heard at the start" if ticket.round == START else f"heard {ticket.round % 2}"
+        heard = self.store.get(name, [np.asarray([ticket.round])])
+        if int(heard[0][0]) > ticket.round:
+            raise ProtocolError(
+                f"round {ticket.round} was asked, and this node has answered round {int(heard[0][0])} with noise; go "
+                "on with the next round."
+            )
+        if int(heard[0][0]) < ticket.round:
+            heard = [np.asarray([ticket.round])]
+        before = heard[ticket.exchange].tobytes() if ticket.exchange else self._hash(*_bytes_of(state))
+        told = self._hash(before, *_bytes_of((ticket.share, ticket.server, ticket.answer)))
+        if len(heard) > ticket.exchange + 1 and heard[ticket.exchange + 1].tobytes() != told:
+            raise ProtocolError(
+                f"exchange {ticket.exchange} of round {ticket.round} was asked again with other values, after this "
+                "node had answered it with noise: the difference of two answers would show what the noise hides. Go on "
+                "with the next round."
+            )
+        if len(heard) <= ticket.exchange + 1:
+            self.store[name] = [*heard, np.frombuffer(told, np.uint8)]
+        return key_of_bytes(self._hash(b"noise", told))
+
+    def _hash(self, *parts: bytes) -> bytes:
+        code = hmac.new(self.secret, self.about, hashlib.sha256)
+        for part in parts:
+            code.update(len(part).to_bytes(8, "big") + part)
+        return code.digest()
+
+
+def _bytes_of(tree: Any) -> list[bytes]:
+    return [np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
 def without_rows(task: Task) -> Task:
     """The task as the server knows it: problem, starting point and shapes, with NaN in place of everybody's data."""
     hide = lambda a: np.full_like(a, np.nan) if np.issubdtype(a.dtype, np.floating) else np.zeros_like(a)
@@ -243,39 +312,54 @@ def without_rows(task: Task) -> Task:
 Send = Callable[[Mapping[int, Ticket]], Mapping[int, "Leaves | None"]]
 
 
-class Server(_Party):
+class Server:
     """The server's side. `send` delivers tickets by client id and returns the answers of those who answered.
 
-    `uploads` and `secret` are as for a Node; a trusted server's noise comes from its own secret.
+    `uploads` are as for a Node. The noise of a trusted server is drawn afresh for every round, also for one that is
+    repeated; `noise_seed` draws it as `simulate` does with it, for tests.
     """
 
-    def __init__(self, algorithm: Algorithm, task: Task, seed: Any, *, uploads: Uploads = (), secret: Any = None):
+    def __init__(
+        self, algorithm: Algorithm, task: Task, seed: Any, *, uploads: Uploads = (), noise_seed: int | None = None
+    ):
         self.algorithm, self.task, self.key = algorithm, without_rows(task), as_key(seed)
-        self.uploads, self.secret = transforms_of(uploads), self.key if secret is None else as_key(secret)
+        self.uploads, self.noise_seed = transforms_of(uploads), noise_seed
 
-    def serve(self, round: int, server: Any, weights: Mapping[int, float], share: float, send: Send) -> Any:
-        """One round (or the start) with these clients: the new Shared fields.
+    def serve(
+        self,
+        round: int,
+        server: Any,
+        weights: Mapping[int, float],
+        shares: Mapping[int, float] | float,
+        send: Send,
+        expected: Expected | None = None,
+    ) -> Any:
+        """One round (or the start) with these clients, given their weights in means and their shares (`Ticket.share`;
+        one number for all where they are alike): the new Shared fields.
 
-        A client that stops answering is left out of the rest of the round; if nobody is left, nothing changes.
+        A client that stops answering is left out of the rest of the round; if nobody is left, nothing changes. With
+        `expected` (see `program.Expected`) a mean is divided by what it says, and that of nobody is noise.
         """
         broadcast = None if server is None else self.algorithm.part(server, "shared")
-        ticket = Ticket(round, 0, broadcast, share, None)
-        call = self.call(round, server, share)
+        share = shares.__getitem__ if isinstance(shares, Mapping) else lambda _: shares
+        ticket = lambda i, exchange, answer: Ticket(round, exchange, broadcast, share(i), answer)
+        unknown = jnp.full((), jnp.nan)  # a client's share is its own
+        noise = noise_key(self.noise_seed, self.key)
+        call = Call(self.key, jnp.asarray(round), server, unknown, self.uploads, noise, expected)
         state = None if round == START else self.algorithm.begin(server, self._hidden_client())
-        answering = dict(send(dict.fromkeys(weights, ticket)))
+        answering = dict(send({i: ticket(i, 0, None) for i in weights}))
         log: list[list[Leaves]] = []
         exchange, all_finite = 0, True
         for index, (phase, sync) in enumerate(program_of(self.algorithm, round)):
             known: list[Leaves] = []
             while "ask" in self._shape_of(phase, sync, index, state, call, known):
-                if not answering:
+                if not answering and expected is None:
                     return server
                 exchange += 1
                 all_finite &= all(np.isfinite(a).all() for answer in answering.values() for a in answer or [])
                 common, replies = self._answer(phase, sync, index, state, call, known, answering, weights)
                 known.append(common)
-                tickets = {i: Ticket(round, exchange, broadcast, share, reply) for i, reply in replies.items()}
-                answering = dict(send(tickets))
+                answering = dict(send({i: ticket(i, exchange, reply) for i, reply in replies.items()}))
             log.append(known)
             state = self._shape_of(phase, sync, index, state, call, known)["done"]
         return self._shared(round, server, call, log, all_finite)
@@ -295,7 +379,11 @@ class Server(_Party):
     def _answer(self, phase, sync, index, state, call, known, answering, weights) -> tuple[Leaves, dict[int, Leaves]]:
         """(what the server itself learns from an exchange, the answer to each client)."""
         present = sorted(answering)
-        values = [np.stack([answering[i][leaf] for i in present]) for leaf in range(len(answering[present[0]]))]
+        values = [np.stack(leaves) for leaves in zip(*(answering[i] for i in present), strict=True)]
+        ids, of_means = present, [weights[i] for i in present]
+        if not present:  # somebody of weight zero in place of nobody: arrays have a length
+            asked = self._shape_of(phase, sync, index, state, call, known)["ask"]
+            values, ids, of_means = [np.zeros((1, *a.shape), a.dtype) for a in asked], [0], [0.0]
         state = _hidden(state)
         common, replies = _server_answer(
             self.algorithm,
@@ -307,8 +395,8 @@ class Server(_Party):
             call,
             known,
             values,
-            jnp.asarray(present, jnp.int32),
-            jnp.asarray([weights[i] for i in present], float),
+            jnp.asarray(ids, jnp.int32),
+            jnp.asarray(of_means, float),
         )
         common = _host(common)
         if replies is None:
@@ -338,7 +426,7 @@ class Server(_Party):
 @functools.partial(jax.jit, static_argnames=("phase", "sync"))
 def _server_answer(algorithm, task, phase, sync, index, state, call, known, values, ids, weights):
     """(common answer, one answer per client or None) to the question that this step asks next."""
-    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
+    seat = alone()
     try:
         take_step(
             algorithm,
@@ -352,7 +440,8 @@ def _server_answer(algorithm, task, phase, sync, index, state, call, known, valu
     except Ask as ask:
         reply, tree = ask.reply, jax.tree.unflatten(jax.tree.structure(ask.tree), values)
         if reply is None:
-            return jax.tree.leaves(weighted_mean(tree, weights, treatment_of(call, index, len(known)))), None
+            treatment = treatment_of(call, index, len(known))
+            return jax.tree.leaves(weighted_mean(tree, weights, treatment, call.expected)), None
         if reply is everything:
             return values, None
         key, cohort = shared_key(call, index), Cohort(ids, weights)
@@ -385,13 +474,15 @@ def deploy(
     *,
     rounds: int,
     cohort: int | float | None = None,
+    sampling: str = "weights",
     dropout: float = 0.0,
     uploads: Uploads = (),
+    noise_seed: int | None = None,
 ) -> tuple[Any, Any]:
     """All nodes and the server in this process: (server, clients) as `simulate` has them."""
-    check_match(algorithm, task)
+    plan, rate = make_plan(algorithm, task, cohort=cohort, sampling=sampling, dropout=dropout, uploads=uploads)
     check_positive("rounds", rounds)
-    size, key = cohort_size(cohort, task.clients), as_key(seed)
+    key = as_key(seed)
     ids, weight_of = np.asarray(task.data.ids).tolist(), np.asarray(task.weights).tolist()
     own = lambda position, a: None if a is None else np.asarray(a)[position : position + 1]
     nodes = {
@@ -400,16 +491,22 @@ def deploy(
             dataclasses.replace(task, data=task.data.only(p), weights=np.ones(1), local_steps=own(p, task.local_steps)),
             seed,
             uploads=uploads,
+            secret=secrets.token_bytes(32),
+            noise_seed=noise_seed,
         )
         for p, client in enumerate(ids)
     }
     send = lambda tickets: {client: nodes[client].receive(ticket) for client, ticket in tickets.items()}
-    central = Server(algorithm, task, seed, uploads=uploads)
+    central = Server(algorithm, task, seed, uploads=uploads, noise_seed=noise_seed)
     server = central.serve(START, None, dict(zip(ids, weight_of, strict=True)), 1.0, send)
+    chances, noise = chances_of(task.weights, plan.cohort), noise_key(noise_seed, key)
     for round in range(rounds):
-        seats = choose_cohort(task, key, jnp.asarray(round), size, jnp.asarray(dropout) if dropout else None)
-        weights = {int(i): float(w) for i, w in zip(seats.id, seats.weight, strict=True) if w > 0}
-        if weights:
-            server = central.serve(round, server, weights, len(weights) / task.clients, send)
+        seats, call = call_up(task, key, server, jnp.asarray(round), chances, rate, plan, central.uploads, noise)
+        present = [
+            (int(i), float(w), float(c)) for i, w, c in zip(seats.id, seats.weight, seats.chance, strict=True) if w > 0
+        ]
+        weights, shares = {i: w for i, w, _ in present}, {i: c * float(call.whole) for i, _, c in present}
+        if weights or call.expected is not None:
+            server = central.serve(round, server, weights, shares, send, call.expected)
     clients = [nodes[client].client() for client in ids]
     return server, jax.tree.map(lambda *a: jnp.stack(a), *clients)

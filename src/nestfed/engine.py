@@ -15,23 +15,20 @@ from jax import lax
 from jax.random import bernoulli
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from nestfed.cohorts import CohortRule, Seat, chances_of, choose_cohort, cohort_of, everybody, expected_weight
 from nestfed.core import Algorithm, Array, Cohort, Fed, PyTree, Task, UserError, everything
 from nestfed.privacy import Transform, columns, statistics
 from nestfed.program import (
     INITIALISE,
-    METRICS,
-    OUTPUT,
     Ask,
     Call,
     Client,
     Exchange,
-    Seat,
+    Expected,
     Step,
     Tally,
     Treatment,
-    all_seats,
-    choose_cohort,
-    cohort_of,
+    largest_share,
     mean_over_clients,
     replay,
     run_round,
@@ -44,7 +41,7 @@ from nestfed.program import (
     treatment_of,
     weighted_mean,
 )
-from nestfed.randomness import fold
+from nestfed.randomness import METRICS, OUTPUT, fold
 
 
 class Run(NamedTuple):
@@ -64,8 +61,9 @@ KEPT = ("shared", "server", "local")  # Scratch fields come and go within a roun
 class Plan(NamedTuple):
     """The static part of a run: what decides which program is compiled."""
 
-    cohort: int | None = None
+    cohort: CohortRule | None = None  # None: everybody
     dropout: bool = False
+    hidden: bool = False  # does a guarantee count on nobody knowing who takes part?
     evaluate_every: int | None = 1  # None: never within the program
     metrics: Callable | None = None
     output: str = "last"
@@ -78,15 +76,14 @@ class Plan(NamedTuple):
 # ------------------------------------------------------------------------------------------------- all clients at once
 
 
-def collective(seat: Seat) -> Exchange:
+def collective(seat: Seat, expected: Expected | None = None) -> Exchange:
     """The exchange of clients that run side by side under vmap(axis_name="clients")."""
 
     def mean(tree, treatment):
-        answer = mean_over_clients(tree, seat.weight)
+        answer = mean_over_clients(tree, seat.weight, expected)
         if treatment is None:
             return answer
-        total = lax.psum(seat.weight, "clients")
-        return treatment(answer, lax.pmax(seat.weight, "clients") / jnp.where(total > 0, total, 1))
+        return treatment(answer, largest_share(lax.all_gather(seat.weight, "clients"), expected))
 
     def gather(tree, reply, key):
         side_by_side = lambda a: lax.all_gather(a, "clients")
@@ -141,12 +138,13 @@ def _with_replays(
     order: Array | None = None,
     common: bool = False,
     treatments: Callable[[int], Treatment | None] = lambda number: None,
+    expected: Expected | None = None,
 ) -> PyTree:
     """Run a program that exchanges for all seats, in passes: each pass knows the answers of the passes before it.
 
     `key` is the step's shared key, for the replies of a gather. `common` says that the result is the same on all
     clients: it is then computed once, and JAX refuses a result that depends on a client's private values.
-    `treatments` says what the server does to the mean of each exchange.
+    `treatments` says what the server does to the mean of each exchange, `expected` what it divides sums by.
     """
     answers: list[tuple[bool, PyTree]] = []  # (one answer per client?, answer)
     while True:
@@ -173,7 +171,7 @@ def _with_replays(
             return result
         reply = asked[0].reply
         if reply is None:
-            answers.append((False, weighted_mean(result, seats.weight, treatments(len(answers)))))
+            answers.append((False, weighted_mean(result, seats.weight, treatments(len(answers)), expected)))
         elif reply is everything:
             answers.append((False, result))
         else:
@@ -181,15 +179,22 @@ def _with_replays(
             answers.append((True, jax.vmap(lambda slot: own_reply(slot=slot))(seats.slot)))
 
 
-def start_all(algorithm: Algorithm, task: Task, key: Array, plan: Plan, uploads: tuple[Transform, ...] = ()):
-    """(server, clients) after init."""
-    call = Call(key, jnp.asarray(-1), None, jnp.ones(()), uploads)
+def start_all(
+    algorithm: Algorithm,
+    task: Task,
+    key: Array,
+    plan: Plan,
+    uploads: tuple[Transform, ...] = (),
+    noise: Array | None = None,
+):
+    """(server, clients) after init, in which all clients take part."""
+    call = Call(key, jnp.asarray(-1), None, jnp.ones(()), uploads, noise)
     step = Step(INITIALISE, 0, True)
 
     def init(seat, exchange):
         return algorithm.split(take_step(algorithm, task, step, None, seated(task, seat, call), call, exchange))
 
-    seats = all_seats(task)
+    seats = everybody(task)
     if plan.chunk is None:
         together = jax.vmap(lambda seat: init(seat, collective(seat)), out_axes=(None, 0), axis_name="clients")
         return together(seats)
@@ -203,7 +208,7 @@ def round_together(algorithm: Algorithm, task: Task, clients: Any, seats: Seat, 
     """A round with the cohort side by side: (server, clients' Local parts, states before the last step, tallies)."""
 
     def one_client(client, seat):
-        state, before, tally = run_round(algorithm, task, client, seat, call, collective(seat))
+        state, before, tally = run_round(algorithm, task, client, seat, call, collective(seat, call.expected))
         return *algorithm.split(state), before, tally
 
     return jax.vmap(one_client, out_axes=(None, 0, 0, 0), axis_name="clients")(clients, seats)
@@ -235,6 +240,7 @@ def _round_in_chunks(algorithm: Algorithm, task: Task, clients: Any, seats: Seat
                 shared_key(call, j),
                 chunk,
                 treatments=functools.partial(treatment_of, call, j),
+                expected=call.expected,
             )
             states = step(index, states) if repeats == 1 else lax.fori_loop(index, index + repeats, step, states)
         else:
@@ -281,18 +287,19 @@ def _one_round(
     key: Array,
     run: Run,
     round: Array,
+    chances: Array,
     dropout: Array,
     plan: Plan,
     uploads: tuple[Transform, ...],
+    noise: Array | None,
 ):
     """(run after this round, what it records: clients that took part, what happened to uploads)."""
-    seats = choose_cohort(task, key, round, plan.cohort, dropout if plan.dropout else None)
-    everybody = plan.cohort is None or plan.cohort >= task.clients
-    pick = (lambda tree: tree) if everybody else (lambda tree: jax.tree.map(lambda a: a[seats.position], tree))
-    put = lambda old, new: jax.tree.map(lambda a, b: b if everybody else a.at[seats.position].set(b), old, new)
+    seats, call = call_up(task, key, run.server, round, chances, dropout, plan, uploads, noise)
+    all_there = plan.cohort is None
+    pick = (lambda tree: tree) if all_there else (lambda tree: jax.tree.map(lambda a: a[seats.position], tree))
+    put = lambda old, new: jax.tree.map(lambda a, b: b if all_there else a.at[seats.position].set(b), old, new)
     old, seats = _shard((pick(run.clients), seats), plan.mesh)
     present = seats.weight > 0
-    call = Call(key, round, run.server, present.sum() / task.clients, uploads)
     if plan.chunk is None:
         server, clients, before, tallies = round_together(algorithm, task, old, seats, call)
     else:
@@ -301,7 +308,9 @@ def _one_round(
     rows = lambda a: present.reshape((-1,) + (1,) * (a.ndim - 1))
     keep_absent = lambda new, old: jax.tree.map(lambda b, a: jnp.where(rows(b), b, a), new, old)
     clients = keep_absent(clients, old)
-    server = jax.tree.map(lambda b, a: jnp.where(present.any(), b, a), server, run.server)
+    # Where nobody may learn who took part, an empty round is one like the others.
+    answered = present.any() | (call.expected is not None)
+    server = jax.tree.map(lambda b, a: jnp.where(answered, b, a), server, run.server)
     healthy = (run.diverged < 0) & finite((server, clients))
     choose = lambda new, old: jax.tree.map(lambda b, a: jnp.where(healthy, b, a), new, old)
     unsynced = run.unsynced
@@ -316,16 +325,42 @@ def _one_round(
         round=jnp.where(healthy, run.round + 1, run.round),
         diverged=jnp.where((run.diverged < 0) & ~healthy, round, run.diverged).astype(run.diverged.dtype),
     )
-    return new, {"participants": present.sum().astype(jnp.int32)} | _about_uploads(uploads, tallies, seats.weight)
+    return new, {"participants": present.sum().astype(jnp.int32)} | _about_uploads(call, tallies, seats.weight)
 
 
-def _about_uploads(uploads: tuple[Transform, ...], tallies: Tally | None, weights: Array) -> dict[str, Array]:
+def call_up(
+    task: Task,
+    key: Array,
+    server: Any,
+    round: Array,
+    chances: Array,
+    dropout: Array,
+    plan: Plan,
+    uploads: tuple[Transform, ...],
+    noise: Array | None,
+) -> tuple[Seat, Call]:
+    """Who takes part in a round, and what they are told."""
+    drawn_by = noise if plan.hidden else None
+    seats = choose_cohort(
+        task, key, round, plan.cohort, dropout if plan.dropout else None, chances=chances, secret=drawn_by
+    )
+    whole, expected = seats.weight.sum(), None
+    if plan.cohort is not None and plan.cohort.random_size and any(t.hides_in_mean for t in uploads):
+        expected = Expected(*expected_weight(task.weights, chances))
+        whole = expected.whole
+    return seats, Call(key, round, server, whole, uploads, noise, expected)
+
+
+def _about_uploads(call: Call, tallies: Tally | None, weights: Array) -> dict[str, Array]:
     if tallies is None:
         return {}
     here = lambda a: jnp.sum(jnp.where(weights > 0, a, 0))
     clipped = here(tallies.clipped) / jnp.maximum(here(tallies.uploads), 1)
+    of_mean = shares(weights, call.expected)
     # Answers are common: any client's tally tells of them.
-    return statistics(uploads, tallies.squared[0], tallies.numbers[0], clipped, shares(weights))
+    return statistics(
+        call.uploads, tallies.squared[0], tallies.numbers[0], clipped, of_mean, largest_share(weights, call.expected)
+    )
 
 
 def finite(tree: PyTree) -> Array:
@@ -340,7 +375,7 @@ def evaluate(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Plan)
     Clients run in chunks of similar size, smallest first, each over exactly its own rows: the cost follows the number
     of rows, not clients x largest client.
     """
-    seats, by_size = all_seats(task), jnp.argsort(task.data.sizes)
+    seats, by_size = everybody(task), jnp.argsort(task.data.sizes)
     common_key = fold(key, METRICS)
 
     def program(argument, exchange):
@@ -414,8 +449,15 @@ def _update_output(run: Run, key: Array, round: Array, values: dict[str, Array],
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def start(algorithm: Algorithm, task: Task, key: Array, plan: Plan, uploads: tuple[Transform, ...] = ()) -> Run:
-    server, clients = start_all(algorithm, task, key, plan, uploads)
+def start(
+    algorithm: Algorithm,
+    task: Task,
+    key: Array,
+    plan: Plan,
+    uploads: tuple[Transform, ...] = (),
+    noise: Array | None = None,
+) -> Run:
+    server, clients = start_all(algorithm, task, key, plan, uploads, noise)
     # A weak type (from a Python number) would change in the first round and break the loop's types.
     server, clients = jax.tree.map(lambda a: lax.convert_element_type(a, jnp.asarray(a).dtype), (server, clients))
     unsynced = None
@@ -440,13 +482,14 @@ def advance(
     dropout: Array,
     plan: Plan,
     uploads: tuple[Transform, ...] = (),
+    noise: Array | None = None,
 ) -> tuple[Run, dict[str, Array]]:
     """`rounds` rounds (at most CAPACITY) from round `first` on: (run, rows of history, the first `rounds` filled).
 
     The number of rounds is an input of the program: a run can be cut into pieces of any lengths without compiling again
     and without changing a number. `first` comes from outside so that it stays one number when runs are stacked.
     """
-    every = plan.evaluate_every
+    every, chances = plan.evaluate_every, chances_of(task.weights, plan.cohort)
     shapes = jax.eval_shape(lambda: evaluate(algorithm, task, key, run, plan)) if every else {}
     nothing = lambda v: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
     blank = jax.tree.map(nothing, shapes)
@@ -457,7 +500,7 @@ def advance(
     def body(i, carry):
         run, rows = carry
         round = first + i
-        run, recorded = _one_round(algorithm, task, key, run, round, dropout, plan, uploads)
+        run, recorded = _one_round(algorithm, task, key, run, round, chances, dropout, plan, uploads, noise)
         due, values = jnp.asarray(False), blank
         if every:
             due = (round + 1) % every == 0

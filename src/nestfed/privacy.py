@@ -27,6 +27,7 @@ from nestfed.randomness import fold, random_words
 from nestfed.scaled import is_scaled
 
 INDEX_BYTES = 4  # of the place of a number in a sparse upload
+NEIGHBOURS = ("replace", "add-or-remove")
 
 
 # ------------------------------------------------------------------------------------------------- transforms
@@ -58,15 +59,20 @@ class Transform:
     @property
     def touches(self) -> bool:
         """Does it change anything?"""
-        own = type(self)
-        return any(getattr(own, word) is not getattr(Transform, word) for word in ("apply", "treat", "finish"))
+        return any(self.changes(word) for word in ("apply", "treat", "finish"))
+
+    @classmethod
+    def changes(cls, word: str) -> bool:
+        """Does it define this method?"""
+        return getattr(cls, word) is not getattr(Transform, word)
 
     def check(self) -> None:
         """Refuse settings out of range."""
         validate(self)
 
     def apply(self, tree: PyTree, key: Array) -> PyTree:
-        """One client's whole upload as it leaves the client."""
+        """One client's whole upload as it leaves the client. The key of a `noisy` transform is a secret, drawn for this
+        upload alone; that of others follows from the run's seed."""
         return tree
 
     def clips(self, tree: PyTree) -> Array:
@@ -263,7 +269,7 @@ def _matched(function: Callable, around: PyTree, tree: PyTree) -> PyTree:
         ) from error
 
 
-def transformed(transforms: Sequence[Transform], tree: PyTree, key: Array) -> tuple[PyTree, Array]:
+def transformed(transforms: Sequence[Transform], tree: PyTree, key: Array, noise: Array | None) -> tuple[PyTree, Array]:
     """(one client's upload as it leaves the client, was it clipped?)."""
     if any(t.touches for t in transforms) and any(is_scaled(a) for a in jax.tree.leaves(tree, is_leaf=is_scaled)):
         raise UserError(
@@ -273,16 +279,27 @@ def transformed(transforms: Sequence[Transform], tree: PyTree, key: Array) -> tu
         )
     clipped = jnp.asarray(False)
     for i, transform in enumerate(transforms):
+        if not transform.changes("apply"):
+            continue
         clipped = clipped | transform.clips(tree)
-        tree = transform.apply(tree, fold(key, i))
+        tree = transform.apply(tree, fold(_key_for(transform, key, noise), i))
     return tree, clipped
 
 
-def treated(transforms: Sequence[Transform], mean: PyTree, largest: Array, key: Array) -> PyTree:
+def treated(transforms: Sequence[Transform], mean: PyTree, largest: Array, key: Array, noise: Array | None) -> PyTree:
     """A mean as the server answers it."""
     for i, transform in enumerate(transforms):
-        mean = transform.treat(mean, largest, fold(key, i))
+        if transform.changes("treat"):
+            mean = transform.treat(mean, largest, fold(_key_for(transform, key, noise), i))
     return mean
+
+
+def _key_for(transform: Transform, key: Array, noise: Array | None) -> Array:
+    if transform.noisy and noise is None:
+        raise UserError(
+            f"{type(transform).__name__} draws noise, and no key of noise was given; give nestfed.noise.fresh_key()."
+        )
+    return noise if transform.noisy and noise is not None else key
 
 
 def finished(transforms: Sequence[Transform], mean: PyTree) -> PyTree:
@@ -311,8 +328,12 @@ class Guarantee(abc.ABC):
     noise_multiplier      noise / sensitivity; or
     epsilon               of one exchange, from which the noise follows by `mechanism`
     delta                 of the guarantee
-    sensitivity_factor    sensitivity / clip. A client may hold any data, so two of its uploads may lie 2 clip apart: 2.
-                          1 reproduces papers that take clip for the sensitivity; what is spent is counted with 2
+    neighbours            which two federations may hardly be told apart. "replace": one client holds other data, so two
+                          of its uploads may lie 2 clip apart and noise_multiplier is noise / (2 clip). "add-or-remove":
+                          one client more or less; noise_multiplier is noise / clip, as in Opacus and TensorFlow
+                          Privacy. It needs Poisson cohorts, and says half as much
+    sensitivity_factor    sensitivity / clip, which follows from `neighbours`. 1 with "replace" reproduces papers that
+                          take clip for the sensitivity; what is spent is counted with 2
     mechanism             "analytic": the exact noise (Balle and Wang 2018); "paper": sqrt(2 ln(1.25 / delta)) / epsilon
     as_printed            use the formula of "paper" where it does not hold (epsilon >= 1), to repeat a paper's numbers
     budget                epsilon of the whole run: it ends before a round that would spend more
@@ -323,7 +344,8 @@ class Guarantee(abc.ABC):
     delta: float
     noise_multiplier: float | None = None
     epsilon: float | None = None
-    sensitivity_factor: int = 2
+    neighbours: str = "replace"
+    sensitivity_factor: int | None = None
     mechanism: str = "analytic"
     as_printed: bool = False
     budget: float | None = None
@@ -344,8 +366,17 @@ class Guarantee(abc.ABC):
                 f"{name}: epsilon={self.epsilon!r} and noise_multiplier={self.noise_multiplier!r} were given; give one "
                 "of them, the other follows."
             )
-        if self.sensitivity_factor not in (1, 2):
-            raise UserError(f"{name}: sensitivity_factor={self.sensitivity_factor!r} was given; use 2, or 1 (papers).")
+        if self.neighbours not in NEIGHBOURS:
+            raise UserError(f"{name}: neighbours={self.neighbours!r} was given; use {' or '.join(NEIGHBOURS)}.")
+        if self.sensitivity_factor not in (None, 1, 2):
+            raise UserError(
+                f"{name}: sensitivity_factor={self.sensitivity_factor!r} was given; leave it out, or use 1 (papers)."
+            )
+        if any(spent.guarantee.neighbours != self.neighbours for spent, _ in self.earlier):
+            raise UserError(
+                f"{name}: neighbours={self.neighbours!r} was given, and what was spent earlier is counted for others; "
+                "use the same neighbours in all runs on the same data."
+            )
         if self.mechanism not in ("analytic", "paper"):
             raise UserError(f"{name}: mechanism={self.mechanism!r} was given; use 'analytic' or 'paper'.")
         if self.mechanism == "paper" and self.epsilon is not None and self.epsilon >= 1 and not self.as_printed:
@@ -358,7 +389,7 @@ class Guarantee(abc.ABC):
 
     @property
     def multiplier(self) -> float:
-        """Noise / sensitivity, the sensitivity being sensitivity_factor x clip."""
+        """Noise / sensitivity as the guarantee was told."""
         if self.epsilon is None:
             return float(self.noise_multiplier or 0)
         if self.mechanism == "paper":
@@ -367,9 +398,28 @@ class Guarantee(abc.ABC):
             return float(_accounting().get_sigma_gaussian(self.epsilon, self.delta))
 
     @property
+    def true_factor(self) -> int:
+        """The largest distance of two uploads of neighbours, in clips."""
+        return 2 if self.neighbours == "replace" else 1
+
+    @property
+    def true_multiplier(self) -> float:
+        """Noise / true sensitivity, whatever the guarantee was told."""
+        return self.multiplier * (self.sensitivity_factor or self.true_factor) / self.true_factor
+
+    @property
     def sigma(self) -> float:
         """The noise on one client's upload; in a central guarantee, in the mean of a single client."""
-        return self.multiplier * self.sensitivity_factor * self.clip
+        return self.true_multiplier * self.true_factor * self.clip
+
+    def check_cohort(self, random_size: bool) -> None:
+        """Refuse ways of choosing cohorts for which this says nothing."""
+        if self.neighbours == "add-or-remove" and not random_size:
+            raise UserError(
+                f"{type(self).__name__}: neighbours='add-or-remove' was given without sampling='poisson'. With one "
+                "client more or less a mean is divided by another number, and cohorts of a fixed size have other "
+                "members; use Poisson cohorts, or neighbours='replace'."
+            )
 
     @property
     @abc.abstractmethod
@@ -385,6 +435,13 @@ class LocalDP(Guarantee):
     nothing; what is spent is counted for a client that takes part in every round.
     """
 
+    def check_cohort(self, random_size: bool) -> None:
+        if self.neighbours != "replace":
+            raise UserError(
+                "LocalDP: neighbours='add-or-remove' was given, but the server sees who uploads: whether a client "
+                "takes part cannot be hidden, only what it holds. Use neighbours='replace', or CentralDP."
+            )
+
     @property
     def transforms(self) -> tuple[Transform, ...]:
         return Clip(norm=float(self.clip)), GaussianNoise(sigma=self.sigma)
@@ -394,8 +451,9 @@ class LocalDP(Guarantee):
 class CentralDP(Guarantee):
     """Clients clip, a trusted server adds noise to the mean: protects a client's data against those who see the models.
 
-    The sensitivity of a mean is that of an upload times the largest share of a client in it. A cohort drawn at random
-    amplifies the guarantee where all clients weigh the same.
+    The sensitivity of a mean is that of an upload times the largest share of a client in it. Poisson cohorts amplify
+    the guarantee (then a mean is a sum divided by what is expected, and an empty round is noise), and so do cohorts of
+    a fixed size where all clients weigh the same and none of them keeps a state.
     """
 
     @property
@@ -431,8 +489,7 @@ def transforms_of(uploads: Uploads) -> tuple[Transform, ...]:
             )
         check_registered(entry)
         entry.check()
-        changes = type(entry).apply is not Transform.apply
-        if changes and any(isinstance(guarantee, CentralDP) for guarantee in guarantees):
+        if entry.changes("apply") and any(isinstance(guarantee, CentralDP) for guarantee in guarantees):
             raise UserError(
                 f"uploads has {type(entry).__name__} after CentralDP, which could lengthen a clipped upload and break "
                 "the guarantee; put it before."
@@ -450,15 +507,17 @@ def transforms_of(uploads: Uploads) -> tuple[Transform, ...]:
 class Spending:
     """What a run spends of privacy: epsilon as a function of the rounds done, for the guarantee's delta.
 
-    Neighbours are federations in which one client holds other data. The Gaussian mechanisms of all exchanges compose
-    exactly; rounds of a sampled cohort are composed by Renyi divergences (sampling without replacement).
+    The Gaussian mechanisms of all exchanges compose exactly. Rounds of Poisson cohorts are composed by privacy loss
+    distributions (tight up to their grid), rounds of cohorts of a fixed size by Renyi divergences.
     """
 
     guarantee: Guarantee
     start: int  # exchanges of the start
     round: int  # exchanges of a round
     clients: int
-    cohort: int | None = None  # drawn at random and unseen; None: everybody, or it amplifies nothing
+    cohort: float | None = None  # its (expected) size, where it is drawn at random and amplifies; None otherwise
+    chance: float | None = None  # the largest probability of a client to be in a Poisson cohort; None: a fixed size
+    repeatable: bool = False  # was the noise drawn from a number? Then it protects nobody
 
     def __post_init__(self):
         _accounting()  # what is missing shows before anything runs
@@ -469,8 +528,13 @@ class Spending:
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise / true sensitivity, which is 2 clip whatever the guarantee was told."""
-        return self.guarantee.multiplier * self.guarantee.sensitivity_factor / 2
+        """Noise / true sensitivity."""
+        return self.guarantee.true_multiplier
+
+    @property
+    def exact_precision(self) -> float:
+        """Of a round's exchanges together, where nothing is amplified: 1 / multiplier^2."""
+        return self.round / self.noise_multiplier**2
 
     def rounds_within(self, most: int) -> int:
         """How many of `most` rounds the guarantee's budget allows."""
@@ -489,6 +553,13 @@ class Spending:
             low, high = (middle, high) if self.epsilon(middle) <= budget else (low, middle)
         return low
 
+    @property
+    def sampling(self) -> str:
+        """In words."""
+        if self.cohort is None:
+            return "none"
+        return f"{self.cohort:g} of {self.clients} clients" + (" (Poisson)" if self.chance is not None else "")
+
     def summary(self, rounds: int) -> dict[str, Any]:
         """For the record of a run."""
         guarantee = self.guarantee
@@ -496,34 +567,85 @@ class Spending:
             "guarantee": type(guarantee).__name__,
             "epsilon": self.epsilon(rounds),
             "delta": guarantee.delta,
+            "neighbours": guarantee.neighbours,
             "rounds": int(rounds),
             "exchanges": self.start + self.round * int(rounds),
             "clip": float(guarantee.clip),
             "noise multiplier": self.noise_multiplier,
             "sigma": guarantee.sigma,
-            "sampling": "none" if self.cohort is None else f"{self.cohort} of {self.clients} clients",
-        } | ({} if guarantee.budget is None else {"budget": guarantee.budget})
+            "sampling": self.sampling,
+        } | ({} if guarantee.budget is None else {"budget": guarantee.budget}) | (
+            {"noise": "repeatable: for tests"} if self.repeatable else {}
+        )  # fmt: skip
 
 
-def _epsilon(parts: Sequence[tuple[Spending, int]], delta: float) -> float:
-    """Of all parts together. Several Gaussian mechanisms are one: 1 / multiplier^2 adds up."""
-    accounting = _accounting()
-    precision = sum((s.start + rounds * s.round) / s.noise_multiplier**2 for s, rounds in parts)
+@functools.lru_cache(maxsize=4096)
+def _epsilon(parts: tuple[tuple[Spending, int], ...], delta: float) -> float:
+    """Of all parts together: the smallest of the bounds that apply."""
+    poisson = [(s, rounds) for s, rounds in parts if s.chance is not None and rounds]
+    fixed = [(s, rounds) for s, rounds in parts if s.cohort is not None and s.chance is None and rounds]
+    bounds = [_exact(parts, delta)]
+    if poisson and bounds[0]:
+        bounds.append(_by_loss_distributions(parts, poisson, delta))
+    if fixed and bounds[0]:
+        bounds.append(_by_renyi_divergences(parts, fixed, delta))
+    return min(bounds)
+
+
+def _precision(parts: Sequence[tuple[Spending, int]], amplified: Sequence[tuple[Spending, int]] = ()) -> float:
+    """Several Gaussian mechanisms are one: 1 / multiplier^2 adds up, here without the rounds of amplified parts."""
+    total = 0.0
+    for part in parts:
+        spending, rounds = part
+        total += spending.start / spending.noise_multiplier**2
+        total += 0 if part in amplified else rounds * spending.exact_precision
+    return total
+
+
+def _exact(parts: Sequence[tuple[Spending, int]], delta: float) -> float:
+    precision = _precision(parts)
     if precision == 0:
         return 0.0
     with np.errstate(all="ignore"):  # the search passes where a logarithm of zero is taken
-        exact = float(accounting.get_epsilon_gaussian(1 / math.sqrt(precision), delta))
-    if all(s.cohort is None for s, _ in parts):
-        return exact
-    divergence: Any = 0.0
-    for s, rounds in parts:
-        whole = s.start + (rounds * s.round if s.cohort is None else 0)
-        divergence = divergence + whole * _orders() / (2 * s.noise_multiplier**2)
-        if s.cohort is not None:
-            divergence = divergence + rounds * _sampled(s.noise_multiplier / math.sqrt(s.round), s.cohort, s.clients)
+        return float(_accounting().get_epsilon_gaussian(1 / math.sqrt(precision), delta))
+
+
+def _by_loss_distributions(parts: Sequence[Any], poisson: Sequence[tuple[Spending, int]], delta: float) -> float:
+    losses: Any = None
+    for spending, rounds in poisson:
+        guarantee = spending.guarantee
+        # The exchanges of a round see one cohort: together they are one Gaussian mechanism, drawn once.
+        noise = spending.noise_multiplier * guarantee.true_factor / math.sqrt(spending.round)
+        several = _loss_distribution(noise, float(spending.chance or 0), guarantee.neighbours).self_compose(rounds)
+        losses = several if losses is None else losses.compose(several)
+    rest = _precision(parts, poisson)
+    if rest:
+        guarantee = poisson[0][0].guarantee
+        noise = guarantee.true_factor / math.sqrt(rest)
+        losses = losses.compose(_loss_distribution(noise, 1.0, guarantee.neighbours))
+    return float(losses.get_epsilon_for_delta(delta))
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_distribution(noise: float, chance: float, neighbours: str) -> Any:
+    """Of one round, for noise / clip and the probability to be in it."""
+    accounting = _accounting()
+    relation = accounting.NeighboringRelation
+    return accounting.pld.privacy_loss_distribution.from_gaussian_mechanism(
+        noise,
+        sampling_prob=chance,
+        neighboring_relation=relation.REPLACE_ONE if neighbours == "replace" else relation.ADD_OR_REMOVE_ONE,
+    )
+
+
+def _by_renyi_divergences(parts: Sequence[Any], fixed: Sequence[tuple[Spending, int]], delta: float) -> float:
+    accounting = _accounting()
+    divergence: Any = _precision(parts, fixed) * _orders() / 2
+    for spending, rounds in fixed:
+        multiplier = spending.noise_multiplier / math.sqrt(spending.round)
+        divergence = divergence + rounds * _sampled(multiplier, int(spending.cohort or 0), spending.clients)
     with np.errstate(all="ignore"):
-        amplified = float(accounting.rdp.compute_epsilon(_orders(), divergence, delta)[0])
-    return min(exact, amplified)
+        return float(accounting.rdp.compute_epsilon(_orders(), divergence, delta)[0])
 
 
 def _orders() -> np.ndarray:
@@ -545,6 +667,7 @@ def _sampled(multiplier: float, cohort: int, clients: int) -> np.ndarray:
 def _accounting() -> Any:
     try:
         import dp_accounting
+        import dp_accounting.pld.privacy_loss_distribution
         import dp_accounting.rdp
     except ImportError as error:
         raise UserError(
@@ -564,7 +687,7 @@ def columns(transforms: Sequence[Transform]) -> list[str]:
 
 
 def statistics(
-    transforms: Sequence[Transform], squared: Array, numbers: Array, clipped: Array, shares: Array
+    transforms: Sequence[Transform], squared: Array, numbers: Array, clipped: Array, shares: Array, largest: Array
 ) -> dict[str, Array]:
     """The columns of a round.
 
@@ -572,11 +695,11 @@ def statistics(
     numbers    in these means
     clipped    fraction of uploads that were clipped
     shares     of the clients in a mean
+    largest    share that a client can have
     """
     values = {}
     if SIGNAL in columns(transforms):
-        largest, squares = jnp.max(shares), jnp.sum(shares**2)
-        noise = numbers * sum(t.variance(largest, squares) for t in transforms)
+        noise = numbers * sum(t.variance(largest, jnp.sum(shares**2)) for t in transforms)
         # The noise is independent of the signal, so squares add up: what the noise does not explain is signal.
         ratio = jnp.sqrt(jnp.maximum(squared - noise, 0) / jnp.where(noise > 0, noise, 1))
         values[SIGNAL] = jnp.where(noise > 0, ratio, jnp.nan)

@@ -1,6 +1,6 @@
 """How a client's round is laid out, for all engines alike: keys by meaning, independent draws, steps in order.
 
-A step is pure, so *to resume it is to run it again with the answers known so far*: `attempt` does that. The message
+A step is pure, so *to resume it is to run it again with the answers known so far*: `replay` is for that. The message
 engine lives on it, and so does the simulator where it runs clients one after the other.
 """
 
@@ -12,14 +12,11 @@ import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
+from nestfed.cohorts import Seat
 from nestfed.core import Algorithm, Array, ClientRows, Cohort, Fed, PyTree, Sample, Task, UserError, everything
 from nestfed.privacy import Transform, finished, minus, plus, transformed, treated
-from nestfed.randomness import fold, fold_pair, priorities
+from nestfed.randomness import ANSWER, BATCH, INIT, SHARED, UPLOAD, fold, fold_pair
 from nestfed.scaled import LOWEST, Scaled, is_scaled
-
-# Streams of random numbers. A key is folded from (seed, stream, round, client id, step, draw), never split by a size
-# or a position: adding a client, changing the cohort or the chunking of a run changes nobody else's numbers.
-INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS, UPLOAD, ANSWER = range(9)
 
 _FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes the numbers 2 j and 2 j + 1
 
@@ -32,15 +29,6 @@ class Exchange(NamedTuple):
 
 
 Treatment = Callable[[PyTree, Array], PyTree]  # (mean, largest share of a client in it) -> what the server answers
-
-
-class Seat(NamedTuple):
-    """One client's place in a round."""
-
-    position: Array  # in the task
-    id: Array  # names the client in random draws
-    slot: Array  # in the cohort
-    weight: Array  # zero: dropped out
 
 
 class Client(NamedTuple):
@@ -57,9 +45,17 @@ class Call(NamedTuple):
     key: Array  # of the run
     round: Array  # counted from 0; -1 is the start
     server: Any
-    share: Array
+    whole: Array  # what weights in means are divided by: the sum of those who take part, or `Expected.whole`
     uploads: tuple[Transform, ...] = ()  # what happens to uploads on their way
-    secret: Array | None = None  # the key of their noise; None: the run's, which everybody knows
+    noise: Array | None = None  # the key of their noise, which is not the run's: everybody knows that
+    expected: "Expected | None" = None  # means are divided by this, whoever takes part
+
+
+class Expected(NamedTuple):
+    """Of the weights in means of a Poisson cohort. A mean that hides who took part is a sum divided by a constant."""
+
+    whole: Array  # their sum on average
+    largest: Array  # the largest of any client
 
 
 class Tally(NamedTuple):
@@ -91,6 +87,12 @@ class Ask(Exception):
 
     def __init__(self, tree: PyTree, reply: Callable | None):
         self.tree, self.reply = tree, reply  # reply: None for a mean
+
+
+def alone(id: Array | int = 0, chance: Array | float = 1.0) -> Seat:
+    """The seat of a client that has nobody beside it."""
+    zero = jnp.asarray(0)
+    return Seat(zero, jnp.asarray(id), zero, jnp.ones(()), jnp.asarray(chance, float))
 
 
 def steps_per_round(algorithm: Algorithm) -> int:
@@ -125,7 +127,7 @@ def take_step(
         server=call.server,
         key=fold_pair(client.key, step.index, _FED_KEY),
         shared_key=common_key,
-        share=call.share,
+        share=client.seat.chance * call.whole,
         rows=task.training(client.data),
         own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.seat.position],
     )
@@ -195,7 +197,10 @@ class Transit:
 
     def __init__(self, call: Call, index: Array, id: Array, seen: list[Tally]):
         self.call, self.index, self.seen, self.number = call, index, seen, 0
-        self.key = fold(_secret(call), UPLOAD, call.round + 1, id, index)
+        # The run's seed draws what may be known, such as which numbers of an upload are sent.
+        self.keys = [
+            None if key is None else fold(key, UPLOAD, call.round + 1, id, index) for key in (call.key, call.noise)
+        ]
 
     def mean(self, exchange: Exchange, tree: PyTree, around: PyTree) -> PyTree:
         treatment = treatment_of(self.call, self.index, self.number)
@@ -219,9 +224,9 @@ class Transit:
         return answer
 
     def _sent(self, tree: PyTree) -> tuple[PyTree, Array]:
-        key = fold(self.key, self.number)
+        key, noise = (None if key is None else fold(key, self.number) for key in self.keys)
         self.number += 1
-        return transformed(self.call.uploads, tree, key)
+        return transformed(self.call.uploads, tree, key, noise)
 
     def _note(self, squared: Any, numbers: int, clipped: Array) -> None:
         self.seen.append(Tally(*(jnp.asarray(v, float) for v in (squared, numbers, clipped, 1))))
@@ -231,12 +236,10 @@ def treatment_of(call: Call, index: Array, number: int) -> Treatment | None:
     """What the server does to the mean of exchange `number` of a step."""
     if not call.uploads:
         return None
-    key = fold(_secret(call), ANSWER, call.round + 1, index, number)
-    return lambda mean, largest: treated(call.uploads, mean, largest, key)
-
-
-def _secret(call: Call) -> Array:
-    return call.key if call.secret is None else call.secret
+    key, noise = (
+        None if key is None else fold(key, ANSWER, call.round + 1, index, number) for key in (call.key, call.noise)
+    )
+    return lambda mean, largest: treated(call.uploads, mean, largest, key, noise)
 
 
 def speaking(exchange: Exchange, key: Array, transit: Transit | None = None) -> dict[str, Callable]:
@@ -295,7 +298,7 @@ def step_alone(
     algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any, on_exchange: Callable = lambda: None
 ) -> Any:
     """A step of the task's first client as if it were the whole federation: for the shapes of what comes out."""
-    seat = Seat(jnp.asarray(0), jnp.asarray(0), jnp.asarray(0), jnp.ones(()))
+    seat = alone()
     noted = lambda word: lambda *args: (on_exchange(), word(*args))[1]
     exchange = Exchange(*(noted(word) for word in _ALONE))
     return take_step(algorithm, task, step, state, seated(task, seat, call), call, exchange)
@@ -307,10 +310,10 @@ def as_float(a: Array) -> Array:
     return a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(float)
 
 
-def mean_over_clients(tree: PyTree, weight: Array) -> PyTree:
+def mean_over_clients(tree: PyTree, weight: Array, expected: Expected | None = None) -> PyTree:
     """The weighted mean over the axis "clients" of a vmap. Clients of weight zero are left out: even a NaN of theirs
     does not spread. Scaled numbers are brought to the largest exponent among the clients."""
-    total = lax.psum(weight, "clients")
+    total = lax.psum(weight, "clients") if expected is None else expected.whole
 
     def plain(a):
         a = as_float(a)
@@ -324,42 +327,21 @@ def mean_over_clients(tree: PyTree, weight: Array) -> PyTree:
     return jax.tree.map(lambda a: scaled(a) if is_scaled(a) else plain(a), tree, is_leaf=is_scaled)
 
 
-def weighted_mean(values: PyTree, weights: Array, treatment: Treatment | None = None) -> PyTree:
+def weighted_mean(
+    values: PyTree, weights: Array, treatment: Treatment | None = None, expected: Expected | None = None
+) -> PyTree:
     """The same mean over the leading axis, as the server answers it."""
-    mean = jax.vmap(mean_over_clients, out_axes=None, axis_name="clients")(values, weights)
-    return mean if treatment is None else treatment(mean, jnp.max(shares(weights)))
+    mean = lambda a, weight: mean_over_clients(a, weight, expected)
+    answer = jax.vmap(mean, out_axes=None, axis_name="clients")(values, weights)
+    return answer if treatment is None else treatment(answer, largest_share(weights, expected))
 
 
-def shares(weights: Array) -> Array:
-    """Of the clients in a mean."""
-    total = weights.sum()
+def shares(weights: Array, expected: Expected | None = None) -> Array:
+    """What part of a mean each client has."""
+    total = weights.sum() if expected is None else expected.whole
     return weights / jnp.where(total > 0, total, 1)
 
 
-# ------------------------------------------------------------------------------------------------- who takes part
-
-
-def choose_cohort(task: Task, key: Array, round: Array, size: int | None, dropout: Array | None) -> Seat:
-    """The seats of a round. Clients are picked by largest random priority, keyed by client id: a larger cohort
-    contains the smaller one, and a new client displaces at most one. Dropped clients get weight zero."""
-    ids, weights = jnp.asarray(task.data.ids), jnp.asarray(task.weights)
-    positions = jnp.arange(task.clients)
-    if size is not None and size < task.clients:
-        priority = priorities(fold(key, COHORT, round), ids)
-        # As floats of the same order (no NaN, nothing denormal): for these there is a fast selection, not a whole sort.
-        _, chosen = lax.top_k(lax.bitcast_convert_type((priority >> 3) + 0x00800000, jnp.float32), size)
-        positions = jnp.sort(chosen)  # the task's own order within the cohort
-    ids, weights = ids[positions], weights[positions]
-    if dropout is not None:
-        chance = priorities(fold(key, DROPOUT, round), ids).astype(weights.dtype) / 2.0**32
-        weights = jnp.where(chance >= dropout, weights, 0)
-    return Seat(positions, ids, jnp.arange(positions.size), weights)
-
-
-def all_seats(task: Task) -> Seat:
-    positions = jnp.arange(task.clients)
-    return Seat(positions, jnp.asarray(task.data.ids), positions, jnp.asarray(task.weights))
-
-
-def cohort_of(seats: Seat) -> Cohort:
-    return Cohort(seats.id, seats.weight)
+def largest_share(weights: Array, expected: Expected | None = None) -> Array:
+    """The largest part of a mean that a client can have."""
+    return jnp.max(shares(weights)) if expected is None else expected.largest / expected.whole

@@ -15,6 +15,10 @@ from jax import lax
 
 Array = Any
 
+# Streams of random numbers. A key is folded from (seed, stream, round, client id, step, draw), never split by a size
+# or a position: adding a client, changing the cohort or the chunking of a run changes nobody else's numbers.
+INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS, UPLOAD, ANSWER = range(9)
+
 
 def fold(key: Array, *meaning: Array) -> Array:
     """A key for what `meaning` says: fold in one number after the other."""
@@ -61,6 +65,11 @@ def _high_product(a: Array, b: Array) -> Array:
     a0, a1, b0, b1 = a & low, a >> 16, b & low, b >> 16
     middle = a1 * b0 + (a0 * b0 >> 16)
     return a1 * b1 + (middle >> 16) + ((a0 * b1 + (middle & low)) >> 16)
+
+
+def random_below(key: Array, size: Array) -> Array:
+    """One random word below `size`, uniformly."""
+    return _high_product(random_words(key, 1)[0], size)
 
 
 def priorities(key: Array, ids: Array) -> Array:

@@ -19,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed import checkpoint as checkpoints
-from nestfed import cost, engine, privacy
+from nestfed import cohorts, cost, engine, privacy
 from nestfed.border import as_key, check_positive, check_select, make_plan
+from nestfed.cohorts import chances_of
 from nestfed.core import Algorithm, Array, PyTree, Task, UserError
-from nestfed.engine import Plan, Run, begin_all, collective, finite
+from nestfed.engine import Plan, Run, begin_all, call_up, collective, finite
 from nestfed.history import History
+from nestfed.noise import noise_key
 from nestfed.privacy import Spending, Transform, Uploads
-from nestfed.program import Call, Exchange, Step, choose_cohort, seated, take_step
+from nestfed.program import Exchange, Step, seated, take_step
 from nestfed.progress import Progress
 
 
@@ -46,7 +48,12 @@ class Result:
         """What has been spent of privacy on these data, for the `earlier` of a guarantee."""
         if self.spending is None:
             return ()
-        return (*self.spending.guarantee.earlier, (self.spending, int(self.run.round)))
+        return (*self.spending.guarantee.earlier, (self.spending, self.rounds_spent))
+
+    @property
+    def rounds_spent(self) -> int:
+        """Rounds in which clients have answered: one that diverged has no result, but it was one."""
+        return int(self.run.round) + (int(self.run.diverged) >= 0)
 
     @property
     def server(self) -> Any:
@@ -85,16 +92,27 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
 
 
-def start(algorithm: Algorithm, task: Task, seed: Any = 0, **options: Any) -> Run:
+def start(algorithm: Algorithm, task: Task, seed: Any = 0, *, noise_seed: int | None = None, **options: Any) -> Run:
     """The run before its first round. Options are those of `simulate` that shape the state."""
     plan, _ = make_plan(algorithm, task, **options)
-    return engine.start(algorithm, task, as_key(seed), plan, privacy.transforms_of(options.get("uploads", ())))
+    uploads = privacy.transforms_of(options.get("uploads", ()))
+    key = as_key(seed)
+    return engine.start(algorithm, task, key, plan, uploads, noise_key(noise_seed, key))
 
 
 def advance(
-    algorithm: Algorithm, task: Task, seed: Any, run: Run, *, rounds: int, dropout: float = 0.0, **options: Any
+    algorithm: Algorithm,
+    task: Task,
+    seed: Any,
+    run: Run,
+    *,
+    rounds: int,
+    dropout: float = 0.0,
+    noise_seed: int | None = None,
+    **options: Any,
 ) -> tuple[Run, dict[str, np.ndarray]]:
-    """Carry a run over some rounds: (run, history of these rounds). Cutting a run into pieces changes no number.
+    """Carry a run over some rounds: (run, history of these rounds). Cutting a run into pieces changes no number (but
+    noise of uploads, unless it has a noise_seed).
 
     A run that diverges stops there: `run.diverged` is then the round, and the state is the last finite one.
     """
@@ -102,10 +120,11 @@ def advance(
     check_positive("rounds", rounds)
     uploads = privacy.transforms_of(options.get("uploads", ()))
     key, history, end = as_key(seed), History(), int(run.round) + rounds
+    noise = noise_key(noise_seed, key)
     while int(run.round) < end and int(run.diverged) < 0:
         first = int(run.round)
         length = min(end - first, engine.CAPACITY)
-        run, rows = engine.advance(algorithm, task, key, run, first, length, rate, plan, uploads)
+        run, rows = engine.advance(algorithm, task, key, run, first, length, rate, plan, uploads, noise)
         history.extend(rows, first, int(run.round) - first, plan.evaluate_every)
     return run, history.arrays()
 
@@ -123,6 +142,7 @@ def simulate(
     *,
     rounds: int,
     cohort: int | float | None = None,
+    sampling: str = "weights",
     dropout: float = 0.0,
     evaluate_every: int | None = 1,
     metrics: Callable | None = None,
@@ -132,6 +152,7 @@ def simulate(
     client_axis: str = "auto",
     client_chunk: int | None = None,
     uploads: Uploads = (),
+    noise_seed: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
@@ -142,6 +163,9 @@ def simulate(
 
     seed              a whole number, or a JAX key
     cohort            clients per round: a number, a fraction (0.1), or None for all
+    sampling          how they are drawn: "weights" (a client's chance goes with its weight, so that the stated problem
+                      is solved), "uniform" (all alike; with unequal weights that is another problem), or "poisson"
+                      (each by a coin of its own: `cohort` is the expected number). See `nestfed.cohorts`
     dropout           probability that a chosen client fails to take part in a round
     evaluate_every    rounds between two evaluations, or None; the start and the end are always evaluated
     metrics           more metrics: a client program (task, server, client, data, fed) -> dict (see `diagnostics`)
@@ -153,6 +177,8 @@ def simulate(
                       With noise the history has `signal_to_noise` (norm of the mean of the uploads / norm of the noise
                       in it), with a clip `clipped_uploads`, with a guarantee `epsilon`; a run ends before a round that
                       would exceed the guarantee's budget, and says so in `Result.notes`
+    noise_seed        None: noise comes from the operating system's entropy, and no two runs share it. A whole number
+                      makes it repeatable, for tests: it then protects nobody, and the result says so
     checkpoint        a file that holds the run from time to time (or every `checkpoint_every` rounds), at the end, and
                       when the run is interrupted or diverges; `resume=True` goes on from it, bit for bit
     progress          show a progress bar; None: if standard error is a terminal; `title` stands beside it
@@ -163,6 +189,7 @@ def simulate(
         algorithm,
         task,
         cohort=cohort,
+        sampling=sampling,
         dropout=dropout,
         evaluate_every=evaluate_every,
         metrics=metrics,
@@ -174,7 +201,8 @@ def simulate(
         uploads=uploads,
     )
     check_positive("rounds", rounds)
-    spending = cost.spending(algorithm, task, uploads, cohort=plan.cohort)
+    key, repeatable = as_key(seed), noise_seed is not None
+    spending = cost.spending(algorithm, task, uploads, cohort=plan.cohort, repeatable=repeatable)
     if checkpoint_every is not None:
         check_positive("checkpoint_every", checkpoint_every)
         if checkpoint is None:
@@ -184,11 +212,13 @@ def simulate(
     work = _Work(
         algorithm,
         task,
-        as_key(seed),
+        key,
         plan,
         rate,
         None if checkpoint is None else Path(checkpoint),
         privacy.transforms_of(uploads),
+        noise_key(noise_seed, key),
+        repeatable,
         spending,
         rounds,
     )
@@ -211,6 +241,8 @@ class _Work:
         dropout: Array,
         path: Path | None,
         uploads: tuple[Transform, ...],
+        noise: Array,
+        repeatable: bool,
         spending: Spending | None,
         rounds: int,
     ):
@@ -222,7 +254,8 @@ class _Work:
             dropout,
             path,
         )
-        self.uploads, self.spending, self.rounds = uploads, spending, rounds
+        self.uploads, self.noise, self.repeatable = uploads, noise, repeatable and any(t.noisy for t in uploads)
+        self.spending, self.rounds = spending, rounds
         self.end = rounds if spending is None else spending.rounds_within(rounds)
         self.recorded = dict.fromkeys(privacy.columns(uploads), np.nan)  # about the uploads of the last round
         self.identity: dict[str, str] = {}
@@ -252,7 +285,7 @@ class _Work:
                     f"{self.path} exists. Give resume=True to go on from it, or another path; it was left as it is."
                 )
         if self.path and self.path.exists():
-            like = jax.eval_shape(lambda: engine.start(*inputs, plan, self.uploads))
+            like = jax.eval_shape(lambda: engine.start(*inputs, plan, self.uploads, self.noise))
             self.run, log = checkpoints.load(self.path, self.identity, like)
             self.history = History.restored(log)
             if self.done > rounds:
@@ -260,7 +293,7 @@ class _Work:
                     f"{self.path} has done {self.done} rounds already, more than rounds={rounds}; it was left as it is."
                 )
         else:
-            self.run = engine.start(*inputs, plan, self.uploads)
+            self.run = engine.start(*inputs, plan, self.uploads, self.noise)
             self.check_divergence()
             self.history.add(0, engine.evaluate(*inputs, self.run, plan) | self.recorded | self.spent(0))
         check_select(plan.select, self.history.latest())
@@ -276,8 +309,12 @@ class _Work:
             if checkpoint_every:
                 length = min(length, checkpoint_every - first % checkpoint_every)
             began = time.monotonic()
-            inputs = self.algorithm, self.task, self.key, self.run, first, length, self.dropout, self.plan, self.uploads
-            self.run, rows = jax.block_until_ready(engine.advance(*inputs))
+            self.run, rows = jax.block_until_ready(
+                engine.advance(
+                    self.algorithm, self.task, self.key, self.run, first, length, self.dropout, self.plan, self.uploads,
+                    self.noise,
+                )
+            )  # fmt: skip
             speed = length / max(time.monotonic() - began, 1e-9)
             piece = max(1, min(4 * piece, int(speed * 0.5)))
             self.history.extend(rows, first, self.done - first, self.plan.evaluate_every, self.spent)
@@ -302,7 +339,7 @@ class _Work:
             if self.done:
                 self.save()
             message, round, field, client = _diagnosis(
-                self.algorithm, self.task, self.key, self.run, self.dropout, self.plan, self.uploads
+                self.algorithm, self.task, self.key, self.run, self.dropout, self.plan, self.uploads, self.noise
             )
             kept = f" The last finite state is in {self.path}." if self.path and self.done else ""
             raise Diverged(message + kept, self.result(), round=round, field=field, client=client)
@@ -313,7 +350,13 @@ class _Work:
 
     def result(self) -> Result:
         history = self.history.evaluations()
-        notes = privacy.remarks(history, self.spending, self.rounds)
+        few = self.plan.cohort is not None or self.plan.dropout
+        notes = cohorts.remarks(np.asarray(self.task.weights), self.plan.cohort, self.plan.dropout)
+        if few and self.algorithm.few_clients is not None:
+            notes += (f"only some clients take part in a round, and {self.algorithm.few_clients}",)
+        notes += privacy.remarks(history, self.spending, self.rounds)
+        if self.repeatable:
+            notes += ("the noise was drawn from noise_seed, which is for tests: it protects nobody.",)
         participants = self.history.participants()
         return Result(self.algorithm, self.task, self.run, history, participants, notes, self.spending)
 
@@ -350,6 +393,7 @@ def _diagnosis(
     dropout: Array,
     plan: Plan,
     uploads: tuple[Transform, ...],
+    noise: Array,
 ) -> tuple[str, int, str, int | None]:
     """(message, round, field, client): repeat the failed round step by step from the last finite state, to say what
     went wrong first, and at whom."""
@@ -358,9 +402,9 @@ def _diagnosis(
         field = _bad_field(run.server) or _bad_field(run.clients) or "state"
         return f"{name} starts from a non-finite {field}; check the data and the starting point.", 0, field, None
 
-    seats = choose_cohort(task, key, jnp.asarray(round), plan.cohort, dropout if plan.dropout else None)
+    chances = chances_of(task.weights, plan.cohort)
+    seats, call = call_up(task, key, run.server, jnp.asarray(round), chances, dropout, plan, uploads, noise)
     present = np.asarray(seats.weight > 0)
-    call = Call(key, jnp.asarray(round), run.server, jnp.asarray(present.sum() / task.clients), uploads)
     clients = jax.tree.map(lambda a: a[seats.position], run.clients)
     states = begin_all(algorithm, run.server, clients, seats.slot.size)
     index = 0
@@ -386,14 +430,19 @@ def _diagnosis(
                 )
                 return message, round, field, client
             index += 1
-    raise AssertionError("the round that diverged did not diverge when repeated")
+    # Another program adds up in another order: what overflowed by a hair may stay finite here.
+    message = (
+        f"{name} diverged in round {round}: a value became non-finite. The cause did not show again when the round was "
+        "repeated step by step, so it is a matter of rounding; use a smaller step size."
+    )
+    return message, round, "state", None
 
 
 def _watched_step(algorithm, task, phase, sync, call, index, states, seats):
     """One step of all clients side by side: (states, did each client send finite values only?)."""
 
     def one_client(state, seat):
-        together, well = collective(seat), [jnp.asarray(True)]
+        together, well = collective(seat, call.expected), [jnp.asarray(True)]
         mean = lambda tree, treatment: (well.append(finite(tree)), together.mean(tree, treatment))[1]
         gather = lambda tree, reply, key: (well.append(finite(tree)), together.gather(tree, reply, key))[1]
         step = Step(phase, index, sync)

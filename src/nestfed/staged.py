@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from nestfed import cost
-from nestfed.border import cohort_size
+from nestfed.cohorts import expected_cohort
 from nestfed.core import Algorithm, Task, UserError
 from nestfed.methods import Kind, Setup
 from nestfed.privacy import Guarantee, Spending, Uploads, remarks
@@ -153,7 +153,7 @@ def run_method(
 
 
 def ledger(algorithm: Algorithm, task: Task, cohort: int | float | None, uploads: Uploads = ()) -> cost.Cost:
-    return cost.measure(algorithm, task, cohort=cohort_size(cohort, task.clients), uploads=uploads)
+    return cost.measure(algorithm, task, cohort=expected_cohort(cohort, task.clients), uploads=uploads)
 
 
 def sweep_method(

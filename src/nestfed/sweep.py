@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed import cost, engine, privacy
-from nestfed.border import as_key, check_positive, check_select, cohort_size, make_plan
+from nestfed.border import as_key, check_positive, check_select, make_plan
 from nestfed.core import Array, PyTree, Task, UserError, static, struct
 from nestfed.engine import Plan, Run
+from nestfed.noise import noise_key
 from nestfed.privacy import Spending, Transform
 from nestfed.progress import Progress
 
@@ -49,6 +50,7 @@ def sweep(
     *,
     rounds: int,
     dropout: float = 0.0,
+    noise_seed: int | None = None,
     progress: bool | None = None,
     title: str = "sweep",
     **options: Any,
@@ -60,6 +62,9 @@ def sweep(
     diverges is marked and keeps its last finite state; the others go on. Options are those of `simulate`.
 
     `task` may also be one task per seed, alike but for their numbers: another split of the data, another start.
+
+    Noise of uploads is drawn afresh for every setting and seed. With a `noise_seed` every one of them has the noise
+    that it has in a run of its own with this noise_seed: for tests.
     """
     if not settings or not seeds:
         raise UserError("a sweep needs at least one setting and one seed.")
@@ -72,6 +77,7 @@ def sweep(
     layouts = first.problem.layouts
     pairs = [(a, p if p is None else dataclasses.replace(p, layouts=layouts)) for a, p in pairs]
     keys = jnp.stack([as_key(seed) for seed in seeds])
+    options["weights"] = np.stack([np.asarray(t.weights) for t in ([task] if isinstance(task, Task) else task)])
     groups: dict[Any, list[int]] = {}
     for i, pair in enumerate(pairs):
         make_plan(pair[0], _with_problem(first, pair[1]), dropout=dropout, **options)
@@ -81,8 +87,11 @@ def sweep(
     spendings: list[Spending | None] = [None] * len(pairs)
     for members in groups.values():
         algorithm, problem = pairs[members[0]]
-        size, given = cohort_size(options.get("cohort"), first.clients), options.get("uploads", ())
-        spending = cost.spending(algorithm, _with_problem(first, problem), given, cohort=size)
+        plan, _ = make_plan(algorithm, _with_problem(first, problem), dropout=dropout, **options)
+        spending = cost.spending(
+            algorithm, _with_problem(first, problem), options.get("uploads", ()), cohort=plan.cohort,
+            repeatable=noise_seed is not None,
+        )  # fmt: skip
         for i in members:
             spendings[i] = spending
     rounds = min([rounds, *(s.rounds_within(rounds) for s in spendings if s is not None)])
@@ -98,10 +107,11 @@ def sweep(
             plan, rate = make_plan(algorithm, _with_problem(first, problem), dropout=dropout, **options)
             number = lambda a: jnp.asarray(a, jnp.result_type(float) if isinstance(a, float) else None)
             stacked = jax.tree.map(lambda *a: jnp.stack([number(v) for v in a]), *[pairs[i] for i in members])
+            noise = jnp.stack([jnp.stack([noise_key(noise_seed, key) for key in keys]) for _ in members])
             spending = spendings[members[0]]
             spent = lambda round: {} if spending is None else {privacy.EPSILON: spending.epsilon(round)}
             told = lambda round, speed: bar.update(g * rounds + round, speed, spent(round))
-            run, when, history, present = _sweep_group(stacked, batch, keys, rounds, rate, plan, uploads, told)
+            run, when, history, present = _sweep_group(stacked, batch, keys, noise, rounds, rate, plan, uploads, told)
             for row, i in enumerate(members):
                 runs[i] = jax.tree.map(lambda a: a[row], run)
                 histories[i] = {name: column[row] for name, column in history.items()}
@@ -125,6 +135,7 @@ def _sweep_group(
     stacked: Any,
     batch: "_TaskBatch",
     keys: Array,
+    noise: Array,
     rounds: int,
     rate: Array,
     plan: Plan,
@@ -133,7 +144,7 @@ def _sweep_group(
 ) -> tuple[Run, np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """All settings of one structure x all seeds: (runs, evaluated rounds, history, clients that took part), leaves
     [settings, seeds, ...]. told(rounds done, rounds per second) hears of progress."""
-    run = _start(stacked, batch, keys, plan, uploads)
+    run = _start(stacked, batch, keys, noise, plan, uploads)
     evaluated: list[tuple[list[int], dict[str, Any]]] = []  # (rounds, values [settings, seeds, rounds, ...])
     shape = jax.tree.leaves(run)[0].shape[:2]
     about_uploads = {name: np.full((*shape, 1), np.nan) for name in privacy.columns(uploads)}  # of the last round
@@ -147,7 +158,9 @@ def _sweep_group(
     while first < rounds:
         length = min(piece, engine.CAPACITY, rounds - first)
         began = time.monotonic()
-        run, rows = jax.block_until_ready(_advance(stacked, batch, keys, run, first, length, rate, plan, uploads))
+        run, rows = jax.block_until_ready(
+            _advance(stacked, batch, keys, noise, run, first, length, rate, plan, uploads)
+        )
         speed = length / max(time.monotonic() - began, 1e-9)
         piece = max(1, min(4 * piece, int(speed)))
         participants.append(np.asarray(rows.pop("participants"))[:, :, :length])
@@ -234,13 +247,13 @@ def _with_problem(task: Task, problem: Any) -> Task:
     return task if problem is None else dataclasses.replace(task, problem=problem)
 
 
-def _side_by_side(function, stacked, batch, keys, *runs):
-    """function(algorithm, task, key, *run) for every setting and seed."""
-    one = lambda pair, task, key, *run: function(pair[0], batch.joined(task, pair[1]), key, *run)
-    over_seeds = _along(len(keys), one, (None, 0 if batch.own else None, 0) + (0,) * len(runs))
+def _side_by_side(function, stacked, batch, keys, *own):
+    """function(algorithm, task, key, *own) for every setting and seed; `own` has leaves [settings, seeds, ...]."""
+    one = lambda pair, task, key, *own: function(pair[0], batch.joined(task, pair[1]), key, *own)
+    over_seeds = _along(len(keys), one, (None, 0 if batch.own else None, 0) + (0,) * len(own))
     settings = jax.tree.leaves(stacked)[0].shape[0]
-    over_settings = _along(settings, over_seeds, (0, None, None) + (0,) * len(runs))
-    return over_settings(stacked, batch.tasks, keys, *runs)
+    over_settings = _along(settings, over_seeds, (0, None, None) + (0,) * len(own))
+    return over_settings(stacked, batch.tasks, keys, *own)
 
 
 def _along(length: int, function: Callable, axes: tuple[int | None, ...]) -> Callable:
@@ -257,8 +270,9 @@ def _along(length: int, function: Callable, axes: tuple[int | None, ...]) -> Cal
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _start(stacked, batch, keys, plan, uploads):
-    return _side_by_side(lambda a, t, key: engine.start(a, t, key, plan, uploads), stacked, batch, keys)
+def _start(stacked, batch, keys, noise, plan, uploads):
+    start = lambda a, t, key, noise: engine.start(a, t, key, plan, uploads, noise)
+    return _side_by_side(start, stacked, batch, keys, noise)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
@@ -267,6 +281,6 @@ def _evaluate(stacked, batch, keys, run, plan):
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _advance(stacked, batch, keys, run, first, length, rate, plan, uploads):
-    go_on = lambda a, t, key, run: engine.advance(a, t, key, run, first, length, rate, plan, uploads)
-    return _side_by_side(go_on, stacked, batch, keys, run)
+def _advance(stacked, batch, keys, noise, run, first, length, rate, plan, uploads):
+    go_on = lambda a, t, key, noise, run: engine.advance(a, t, key, run, first, length, rate, plan, uploads, noise)
+    return _side_by_side(go_on, stacked, batch, keys, noise, run)

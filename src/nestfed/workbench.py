@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import pandas as pd
 import tomli_w
 
-from nestfed.border import cohort_size
+from nestfed.cohorts import expected_cohort
 from nestfed.core import UserError
 from nestfed.methods import Kind, Setup
 from nestfed.record import Record, replace_file
@@ -109,7 +109,7 @@ def run(
     first = next(iter(setups.values()))
     # A wrong setting of the last method shows before the first one trains, and before anything is written.
     algorithms = {name: kind.method(name).algorithms(first, request.changes(name)) for name in methods}
-    cohort_size(budget.cohort, first.rows.clients)
+    expected_cohort(budget.cohort, first.rows.clients)
     _write_settings(folder, request)
 
     with _saying_how_to_go_on(folder):
@@ -161,7 +161,7 @@ def describe_data(
     setup = kind.set_up(seed)
     for name in methods:
         kind.method(name).algorithms(setup, request.changes(name))
-    cohort_size(budget.cohort, setup.rows.clients)
+    expected_cohort(budget.cohort, setup.rows.clients)
     holdings: Any = kind.holdings(setup)
     holdings = holdings.assign(group="rows of " + holdings.group)  # a group may be called "client"
     held = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0, sort=False)

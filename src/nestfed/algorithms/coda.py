@@ -9,7 +9,7 @@ Step at client k, on one batch, both at the point before it:
     CODA+ has no c, c_k, e, e_k; CODASCA's are control variates.
 Last step of a round, I local steps, from the broadcast (x, alpha):
     CODASCA   c_k <- c_k - c + (x - x_k) / (I lr_s),  e_k <- e_k - e + (alpha_k - alpha) / (I lr_s)
-              c <- c + share mean_k(change of c_k),  e likewise
+              c <- c + mean_k share_k (change of c_k),  e likewise; share_k as in `scaffold`
     (x, alpha) <- mean_k (x_k, alpha_k)                       d + 1 numbers, which is the model's and 3; CODASCA twice
 Last round of a stage, instead:
     (x, alpha) <- mean_k (mean over the stage's steps of (x_k, alpha_k)),   x_ref <- x
@@ -143,8 +143,8 @@ class CODASCA(CODAPlus):
             (s.alpha - fed.server.alpha) / (self.local_steps * dual_lr),
         )
         change = jax.tree.map(jnp.subtract, moved, s.common)
-        answer, mean_change = fed.mean((self.message(s, fed), change), around=((fed.server.x, fed.server.alpha), None))
-        follow = lambda c, dc: c + fed.share.astype(c.dtype) * dc
+        share = jax.tree.map(lambda c: fed.share.astype(c.dtype) * c, change)
+        answer, mean_change = fed.mean((self.message(s, fed), share), around=((fed.server.x, fed.server.alpha), None))
         return self.synchronised(problem, s, fed, answer)._replace(
-            common=jax.tree.map(follow, s.common, mean_change), own=jax.tree.map(jnp.add, s.own, change)
+            common=jax.tree.map(jnp.add, s.common, mean_change), own=jax.tree.map(jnp.add, s.own, change)
         )

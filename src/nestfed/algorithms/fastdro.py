@@ -22,6 +22,8 @@ Departures
   * Parallel, with plain steps; the released runs have momentum.
   * Clients may have weights, which their rows share (the paper's rows count alike). Rows of clients that do not answer
     count nothing.
+  * With few clients the adversary knows only the cohort's rows: the limit is where the mean over cohorts of their worst
+    cases is least, a milder problem.
   * Shapes of a program are fixed: a multilevel step computes and sends all b losses and gives those beyond its level
     the weight zero. It has the statistics of the method, not its savings.
 """
@@ -54,6 +56,10 @@ class FastDRO(Algorithm):
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
 
     family = "single level"
+    few_clients = (
+        "the adversary knows only the cohort's rows: what is minimised is the mean over cohorts of their worst cases, "
+        "a milder problem."
+    )
 
     class State(NamedTuple):
         x: Shared

@@ -24,7 +24,8 @@ Departures
     an allowance of 1e-11 (float32: 1e-5) of the gradients' size in its constraints: so there is an interior always.
   * The two widths travel with the direction, because only the reply to the gather sees the gradients they depend on:
     d + 2 numbers down in place of d.
-  * Stages are counted in steps in which somebody took part; maxima and the mean are over those who took part.
+  * Stages are counted in steps in which somebody took part; maxima and the mean are over those who took part. With few
+    clients a step knows only the cohort's worst: the limit is where that of a cohort, on average, pulls nowhere.
 """
 
 from typing import NamedTuple
@@ -64,6 +65,10 @@ class FCFL(Algorithm):
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
 
     family = "constrained"
+    few_clients = (
+        "a step knows only the cohort's worst client: what is minimised is the mean over cohorts of their largest "
+        "losses, not the largest of all."
+    )
 
     class State(NamedTuple):
         x: Shared

@@ -20,6 +20,8 @@ Departures
   * The first estimate is over `first_batches` batches (the paper's B / b), all but one of them averaged over clients.
   * prev="local" keeps a client's own point of the step before across a synchronisation, as printed; prev="mean" takes
     the average one, which costs no traffic: it follows from the averages of x and u.
+  * The paper has all clients in every round. Here the first estimate is made in the first round in which anybody takes
+    part, and a client that was absent goes on from the average point of the step before: u does not belong to its own.
   * Lines 5 to 9 of Algorithm 2 are taken to be those of Algorithm 1. beta is c lr^2 as in Corollary 4.8.
 """
 
@@ -28,7 +30,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core import Algorithm, Shared, at, setting, struct
+from nestfed.core import Algorithm, Local, Shared, at, setting, struct
 
 
 @struct
@@ -68,6 +70,7 @@ class FCSGM(Algorithm):
     class State(NamedTuple):
         x: Shared
         u: Shared  # momentum
+        estimated: Shared  # is there a first estimate of u?
 
     @classmethod
     def theory(cls, *, clients: int, steps: int, smoothness: float):
@@ -77,7 +80,7 @@ class FCSGM(Algorithm):
 
     def init(self, problem, params, draw, fed):
         (x,) = params
-        return self.State(x, self.first_estimate(problem, x, draw, fed))
+        return self.State(x, self.first_estimate(problem, x, draw, fed), jnp.zeros((), bool))
 
     def first_estimate(self, problem, x, draw, fed):
         """The mean gradient over all but one of the first batches; the first step adds its own."""
@@ -87,18 +90,18 @@ class FCSGM(Algorithm):
         add = lambda j, total: total + problem.gradient(x, draw(j))
         return fed.mean(lax.fori_loop(0, others, add, jnp.zeros_like(x)) / others)
 
-    def forgetting(self, fed, dtype):
+    def forgetting(self, s, fed):
         """beta; in the very first step the share of its batch in the first estimate."""
-        return jnp.where(fed.t == 0, 1 / self.first_batches, at(self.beta, fed.t)).astype(dtype)
+        return jnp.where(s.estimated, at(self.beta, fed.t), 1 / self.first_batches).astype(s.u.dtype)
 
     def step(self, problem, s, draw, fed):
-        beta = self.forgetting(fed, s.x.dtype)
+        beta = self.forgetting(s, fed)
         u = (1 - beta) * s.u + beta * problem.gradient(s.x, draw(0))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * u)
         if fed.sync:
             x, u = fed.mean((x, u), around=(fed.server.x, fed.server.u))
             x = problem.feasible_x(x)
-        return self.State(x, u)
+        return self.State(x, u, jnp.ones((), bool))
 
 
 @struct
@@ -113,7 +116,10 @@ class AccFCSGM(FCSGM):
     class State(NamedTuple):
         x: Shared
         u: Shared  # momentum
-        x_prev: Shared  # the point of the step before (Local if prev is "local")
+        x_prev: Shared  # the average point of the step before
+        rounds: Shared  # in which anybody took part
+        own_x_prev: Local  # the client's own point of the step before ...
+        own_rounds: Local  # ... at the end of the last round in which it took part
 
     @classmethod
     def theory(cls, *, clients: int, steps: int, smoothness: float, batch: int = 1):
@@ -124,23 +130,30 @@ class AccFCSGM(FCSGM):
         beta = min(1.0, 30 * smoothness**2 / (batch * clients) * lr**2)
         return cls(lr=lr, beta=beta, local_steps=local_steps, first_batches=first)
 
-    def kinds(self):
-        return super().kinds() | ({"x_prev": "local"} if self.prev == "local" else {})
-
     def init(self, problem, params, draw, fed):
         (x,) = params
-        return self.State(x, self.first_estimate(problem, x, draw, fed), x)
+        none = jnp.zeros((), jnp.int32)
+        return self.State(x, self.first_estimate(problem, x, draw, fed), x, none, x, none)
+
+    def begin(self, server, client):
+        s = super().begin(server, client)
+        absent = (s.own_rounds != s.rounds) | (self.prev == "mean")
+        return s._replace(own_x_prev=jnp.where(absent, s.x_prev, s.own_x_prev))
+
+    def forgetting(self, s, fed):
+        first = (s.rounds == 0) & (fed.step == 0)
+        return jnp.where(first, 1 / self.first_batches, at(self.beta, fed.t)).astype(s.u.dtype)
 
     def step(self, problem, s, draw, fed):
-        beta = self.forgetting(fed, s.x.dtype)
-        u = problem.gradient(s.x, draw(0)) + (1 - beta) * (s.u - problem.gradient(s.x_prev, draw(0)))
-        lr, x_prev = at(self.lr, fed.t), s.x
+        beta = self.forgetting(s, fed)
+        u = problem.gradient(s.x, draw(0)) + (1 - beta) * (s.u - problem.gradient(s.own_x_prev, draw(0)))
+        lr = at(self.lr, fed.t)
         x = problem.feasible_x(s.x - lr * u)
-        if fed.sync:
-            x, u = fed.mean((x, u), around=(fed.server.x, fed.server.u))
-            x_prev = x + lr * u if self.prev == "mean" else x_prev
-            x = problem.feasible_x(x)
-        return self.State(x, u, x_prev)
+        if not fed.sync:
+            return s._replace(x=x, u=u, own_x_prev=s.x)
+        x, u = fed.mean((x, u), around=(fed.server.x, fed.server.u))
+        rounds = s.rounds + 1
+        return self.State(problem.feasible_x(x), u, x + lr * u, rounds, s.x, rounds)
 
 
 def _rounded(number: float) -> int:

@@ -14,6 +14,7 @@ Ref.   "Federated compositional optimization: the impact of two-sided learning r
        Algorithm 1 and Theorem D.1.
 Departures
   * Case I's listing keeps y_k of the old point after an average; the proof refreshes it, and so does this.
+  * With few clients case II knows only the cohort's mean: with one local step it is then MBSGD, limit included.
   * Deterministic in the paper, without h. Here h and mini-batches are allowed, one batch per step for both g and J g.
 """
 
@@ -49,6 +50,11 @@ class FedAvgCO1(Algorithm):
 @struct
 class FedAvgCO2(FedAvgCO1):
     """Compositional, negative control: inner values are averaged once a round, where it starts."""
+
+    few_clients = (
+        "an inner value knows only the cohort's clients: what is minimised is the mean over cohorts of f of their "
+        "mean, not f of the mean of all. FedDRO keeps an estimate of that."
+    )
 
     def schedule(self):
         if self.local_steps == 1:

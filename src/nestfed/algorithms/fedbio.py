@@ -9,10 +9,10 @@ FedBiO, step t at client k, both from the old pair (x_k, y_k):
     x    <- mean_k x_k                                            last step of the round: d numbers
 
 FedBiOAcc, step t at client k, alpha_t = delta / (u + sigma2 (t + 1))^(1/3), one set of batches at both points:
-    omega_k <- grad_y g_k(x_k, y_k)  + (1 - c_omega alpha_{t-1}^2) (omega_k - grad_y g_k(x_k', y_k'))
+    omega_k <- grad_y g_k(x_k, y_k)  + (1 - c_omega alpha_{t-1}^2) (omega_k - grad_y g_k(x_k'', y_k'))
     nu_k    <- Phi_k(x_k, y_k)       + (1 - c_nu alpha_{t-1}^2)    (nu_k    - Phi_k(x_k', y_k'))
     (x_k, nu_k) <- mean_k (x_k, nu_k)                             last step of the round: 2 d numbers
-    x_k', y_k' = x_k, y_k;   y_k <- y_k - lower_lr alpha_t omega_k;   x_k <- x_k - lr alpha_t nu_k
+    x_k', x_k'', y_k' = x_k, x_k, y_k;   y_k <- y_k - lower_lr alpha_t omega_k;   x_k <- x_k - lr alpha_t nu_k
 
 Why    y_k and omega_k never leave the client; averaging the hypergradients of local lower solutions is exact here,
        while averaging losses ignores how y_k(x) moves. The recursion cancels the noise of two evaluations of one batch.
@@ -26,8 +26,11 @@ Departures
     proof's is the average).
   * `first_batch_multiplier` M: the first estimates use M batches: M - 1 drawn at the start (one extra exchange of d
     numbers there) and the first step's own. With the published constants the recursion keeps 71 % of its first error
-    after 2000 steps, so the first batch matters.
-  * A client that was absent resumes with its own y, y', omega and the broadcast x, x', nu.
+    after 2000 steps, so the first batch matters. Everybody takes part in the start, so M also decides how much of nu's
+    first error is that of the first cohort: 1 / M of it.
+  * The paper has all clients in every round. Here a client that was absent resumes with its own y, y', omega and the
+    broadcast x, x', nu. Its omega belongs to a point x'' of its own, which is x' where it was not absent. Its first
+    estimate is made when it first takes part, that of nu in the first round in which anybody does.
 """
 
 from typing import Any, NamedTuple
@@ -97,11 +100,14 @@ class FedBiOAcc(Algorithm):
 
     class State(NamedTuple):
         x: Shared
-        x_prev: Shared  # x': where nu and omega were evaluated last (Local if not average_prev)
+        x_prev: Shared  # x': where nu was evaluated last (Local if not average_prev)
         nu: Shared  # momentum of x
+        estimated: Shared  # is there a first estimate of nu?
         y: Local
         y_prev: Local
-        omega: Local  # momentum of y
+        omega: Local  # momentum of y ...
+        x_omega: Local  # ... which belongs to (x'', y_prev)
+        own_estimated: Local  # is there a first estimate of omega?
 
     @classmethod
     def theory(cls, *, clients, local_steps, sigma, L, L_h, mu, rho, hypergradient=None):
@@ -141,13 +147,16 @@ class FedBiOAcc(Algorithm):
     def kinds(self):
         return super().kinds() | ({} if self.average_prev else {"x_prev": "local"})
 
+    def estimates(self, problem, s, draw):
+        return [(s.omega, problem.grad_lower(s.x_omega, s.y_prev, draw(0)), s.own_estimated)]
+
     def alpha(self, t):
         return PowerDecay(scale=self.delta, offset=self.u, slope=self.sigma2)(t + 1)
 
-    def forgetting(self, c, t):
-        """1 - momentum, clipped to [0, 1]; at the first step 1/M: its batch is one of the M of the first estimate."""
+    def forgetting(self, c, t, estimated):
+        """1 - momentum, clipped to [0, 1]; at first 1/M: the step's batch is one of the M of the first estimate."""
         factor = jnp.clip(c * self.alpha(t - 1) ** 2, 0, 1)
-        return jnp.where(t == 0, 1 / self.first_batch_multiplier, factor)
+        return jnp.where(estimated, factor, 1 / self.first_batch_multiplier)
 
     def init(self, problem, params, draw, fed):
         x, y = params
@@ -163,25 +172,32 @@ class FedBiOAcc(Algorithm):
 
             omega, nu = lax.fori_loop(0, extra, add, (omega, nu))
             omega, nu = omega / extra, fed.mean(nu / extra)
-        return self.State(x=x, x_prev=x, nu=nu, y=y, y_prev=y, omega=omega)
+        no = jnp.zeros((), bool)
+        return self.State(
+            x=x, x_prev=x, nu=nu, estimated=no, y=y, y_prev=y, omega=omega, x_omega=x, own_estimated=no
+        )  # fmt: skip
 
     def step(self, problem, s, draw, fed):
         now, before = (s.x, s.y), (s.x_prev, s.y_prev)
-        a_omega, a_nu = (self.forgetting(c, fed.t).astype(s.x.dtype) for c in (self.c_omega, self.c_nu))
-        psi = lambda point: problem.grad_lower(*point, draw(0))
+        a_omega = self.forgetting(self.c_omega, fed.t, s.own_estimated).astype(s.x.dtype)
+        a_nu = self.forgetting(self.c_nu, fed.t, s.estimated).astype(s.x.dtype)
+        psi = lambda x, y: problem.grad_lower(x, y, draw(0))
         phi_now, phi_before = self.hypergradient(problem, [now, before], draw)
-        omega = psi(now) + (1 - a_omega) * (s.omega - psi(before))
+        omega = psi(*now) + (1 - a_omega) * (s.omega - psi(s.x_omega, s.y_prev))
         nu = phi_now + (1 - a_nu) * (s.nu - phi_before)
 
         x, own_x = s.x, s.x
         if fed.sync:
             x, nu = fed.mean((x, nu), around=(fed.server.x, fed.server.nu))
-        alpha = self.alpha(fed.t).astype(x.dtype)
+        alpha, prev, yes = self.alpha(fed.t).astype(x.dtype), x if self.average_prev else own_x, jnp.ones((), bool)
         return self.State(
             x=problem.feasible_x(x - self.lr * alpha * nu),
-            x_prev=x if self.average_prev else own_x,
+            x_prev=prev,
             nu=nu,
+            estimated=yes,
             y=problem.feasible_y(s.y - self.lower_lr * alpha * omega),
             y_prev=s.y,
             omega=omega,
+            x_omega=prev,
+            own_estimated=yes,
         )

@@ -5,15 +5,18 @@ Problem   min_x mean_k f_k(x, y(x)),   y(x) = argmin_y mean_k g_k(x, y).
 Round (one outer iteration), N' uniform in 0 .. N - 1:
   lower   lower_rounds times:  y <- y - lower_lr mean_k grad_y g_k(x, y)                    an exchange per step
   chains  every client i owns one: p_i = (N/l) (I - H_{j_N'} / l) ... (I - H_{j_1} / l) df_{j_0}/dy, the clients j_n
-          random and fresh at every link                                                    N + 1 exchanges
+          random and fresh at every link, as likely as their weights in means               N + 1 exchanges
   upper   h = mean_i [df_i/dx - (d2g_i/dxdy) p_i];  from x_i = x, local_steps times
               x_i <- x_i - (lr / local_steps) [df_i/dx(x_i, y) - df_i/dx(x, y) + h];   x = mean_i x_i
 
 Why    No drift in y, and one chain per client instead of one for all: the variance falls with the number of clients.
 Ref.   Huang, Zhang and Ji, "Achieving linear speedup in non-IID federated bilevel learning", ICML 2023, Algorithm 1.
-Departures  The clients of a link are dealt by a random permutation instead of independently: each chain still meets a
-       uniform client at each link, and each client does exactly one product per link. Links beyond N' pass the vector
-       on, so that the cost is static; after the last exchange every client holds one finished chain.
+Departures  The clients of a link are dealt by systematic sampling instead of independently. Each chain still meets a
+       client with the probability of its weight at each link, and each client does exactly one product per link; where
+       clients weigh the same, what is dealt is a permutation, and where they do not, chains may have links in common.
+       As in FedNest, a round has one cohort for all its links: with few clients a chain knows only the cohort's.
+       Links beyond N' pass the vector on, so that the cost is static; after the last exchange every client holds one
+       finished chain.
 """
 
 import jax
@@ -52,13 +55,20 @@ class FedMBO(FedNest):
 
 
 def deal(vector, fed):
-    """Swap vectors among the clients taking part, by a random permutation that depends on their ids alone."""
+    """Hand vectors on among the clients taking part: each gets that of a random one, the heavier the likelier. Who gets
+    whose depends on their ids alone."""
 
     def reply(values, cohort, slot, key):
+        number = cohort.present.sum()
         lots = jax.vmap(lambda i: uniform(fold_in(key, i)))(cohort.ids)
         by_id = jnp.argsort(jnp.where(cohort.present, cohort.ids, jnp.iinfo(cohort.ids.dtype).max))
         by_lot = jnp.argsort(jnp.where(cohort.present, lots, 2.0))
-        giver = jnp.zeros_like(by_lot).at[by_id].set(by_lot)
+        # The weights laid around a circle in the order of the lots; receivers stand evenly spaced on it, in the order
+        # of their ids, from a random point on: each is as likely to stand at a client as the client is heavy.
+        ends = jnp.cumsum(cohort.weights[by_lot]) / cohort.weights.sum()
+        points = (jnp.arange(by_id.size) / number + uniform(fold_in(key, jnp.uint32(2**32 - 1)))) % 1
+        stands_at = jnp.minimum(jnp.searchsorted(ends, points, side="right"), number - 1)
+        giver = jnp.zeros_like(by_lot).at[by_id].set(by_lot[stands_at])
         return values[giver[slot]]
 
     return fed.gather(vector, reply=reply)

@@ -15,7 +15,9 @@ Why    The inverse of an averaged Hessian is not the average of inverses: the pr
 Ref.   Tarzanagh et al., "FedNest: federated bilevel, minimax and compositional optimization", ICML 2022,
        Algorithms 1-4.
 Departures  `truncation="sum"` (the released code's series, default) or "random" (the paper's single random term, in
-       which N' <= N - 1 factors apply). All clients of the round's cohort serve every exchange of the round.
+       which N' <= N - 1 factors apply). All clients of the round's cohort serve every exchange of the round, where the
+       paper draws some afresh for every exchange: with few clients the series knows only the cohort's, and the limit
+       is where the mean over cohorts of their own hypergradients is zero.
 """
 
 from typing import NamedTuple
@@ -43,6 +45,10 @@ class FedNest(Algorithm):
     )
 
     family = "bilevel"
+    few_clients = (
+        "the series knows only the cohort's clients: the mean over cohorts of their hypergradients is not the "
+        "hypergradient of all, where clients differ. SimFBO, which keeps z from round to round, has no such bias."
+    )
     scope = "global"
 
     class State(NamedTuple):
@@ -127,6 +133,8 @@ class FedNestSGD(FedNest):
 @struct
 class LFedNest(FedNestSGD):
     """FedNest with all products local: one exchange per level, and a bias when clients differ."""
+
+    few_clients = None
 
     def schedule(self):
         return ((self.lower, self.lower_rounds, False), (self.upper, 1, True))

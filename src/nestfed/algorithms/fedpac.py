@@ -51,6 +51,7 @@ class Statistics(NamedTuple):
     shares: Array  # pi [C]
     sums: Array  # h [C, d_z]: share times mean representation
     squares: Array  # mean |phi|^2
+    rows: Array  # their number
 
 
 class Upload(NamedTuple):
@@ -94,7 +95,8 @@ class FedPAC(HeadThenBody):
     def begin(self, server, client):
         s = super().begin(server, client)
         # Filled here already: a step without an exchange keeps the structure of the State.
-        blank = Statistics(jnp.zeros_like(s.known), jnp.zeros_like(s.prototypes), jnp.zeros((), s.known.dtype))
+        none = jnp.zeros((), s.known.dtype)
+        blank = Statistics(jnp.zeros_like(s.known), jnp.zeros_like(s.prototypes), none, none)
         return s._replace(own=blank)
 
     def schedule(self):
@@ -107,7 +109,9 @@ class FedPAC(HeadThenBody):
         def of_block(batch, weights):
             z = problem.representations(s.u, Sample(batch, fed.key))
             members = membership(batch[1], len(s.known), weights, z.dtype)
-            return Statistics(members.sum(1), members @ z, jnp.vdot(members.sum(0), jnp.sum(z**2, axis=1)))
+            rows = batch[1].size if weights is None else jnp.sum(weights > 0)
+            squares = jnp.vdot(members.sum(0), jnp.sum(z**2, axis=1))
+            return Statistics(members.sum(1), members @ z, squares, jnp.asarray(rows, z.dtype))
 
         return fed.rows.pass_over(of_block)
 
@@ -124,8 +128,7 @@ class FedPAC(HeadThenBody):
         seen = shares > 0
         prototypes = jnp.where(seen[:, None], sums / jnp.where(seen, shares, 1)[:, None], here.prototypes)
         own = s.own
-        rows = fed.rows.size.astype(own.squares.dtype)
-        variance = jnp.maximum(own.squares - jnp.sum(own.sums**2), 0) / rows
+        variance = jnp.maximum(own.squares - jnp.sum(own.sums**2), 0) / own.rows
         head = fed.gather(
             Upload(s.v, own.sums, variance),
             reply=lambda values, cohort, slot, key: self.mixed_head(values, cohort.present, slot),

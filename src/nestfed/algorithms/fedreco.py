@@ -115,6 +115,9 @@ class FedReCoPVR(FedReCo):
         s = super().begin(server, client)
         return s._replace(u_start=s.u)
 
+    def estimates(self, problem, s, draw):
+        return [(s.g, problem.grad_distance(s.u, s.u0_prev, draw(0)), True)]
+
     def direction(self, problem, s, draw, fed):
         correction = s.g - problem.grad_distance(s.u_start, s.u0_prev, draw(0))
         return super().direction(problem, s, draw, fed) + self.coupling / 2 * correction

@@ -15,6 +15,8 @@ Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental 
 Departures
   * The paper is centralised, with large batches of n rows and small ones of sqrt(n), and returns a random iterate:
     `simulate(..., output="random")`. Here the large batch is refresh_batches times the small one.
+  * With few clients a renewed estimate knows only the cohort's: the limit is where the mean over cohorts S of
+    Z_S^T grad f(Y_S) is zero, another point than the solution.
   * The recursion can leave the domain of f, which is projected and counted; for the mean of exponentials with small
     batches that happens often, and the bound of `bound_slope` does not apply to a sum of Jacobians. Take many batches.
 """
@@ -39,6 +41,10 @@ class GCIVR(Algorithm):
     local_steps: int = setting("steps of an epoch; every one exchanges", default=10, at_least=1, static=True)
 
     family = "compositional"
+    few_clients = (
+        "an inner value knows only the cohort's clients: what is minimised is the mean over cohorts of f of their "
+        "mean, not f of the mean of all. FedDRO keeps an estimate of that."
+    )
     scope = "global"
 
     class State(NamedTuple):

@@ -15,6 +15,8 @@ Why    The plainest right method: no estimate is kept, so nothing can drift, and
 Ref.   The baselines of "Federated compositional optimization: the impact of two-sided learning rates on communication
        efficiency".
 Departures
+  * With few clients the inner value knows only the cohort's: the limit is where the mean over cohorts S of
+    J g_S^T grad f(g_S) is zero, another point than the solution.
   * plugin="local" puts a client's own y_k in place of the mean: one exchange, and another problem,
     min_x mean_k [h_k(x) + f(g_k(x))]. A control: what the exchange of m numbers is good for.
 """
@@ -36,6 +38,10 @@ class MBSGD(Algorithm):
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
 
     family = "compositional"
+    few_clients = (
+        "an inner value knows only the cohort's clients: what is minimised is the mean over cohorts of f of their "
+        "mean, not f of the mean of all. FedDRO keeps an estimate of that."
+    )
     scope = "global"
 
     class State(NamedTuple):

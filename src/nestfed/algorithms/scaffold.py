@@ -7,12 +7,15 @@ Step t at client k, with batch xi:
 Last step of the round, I local steps, from the broadcast x:
     c_k+  = c_k - c + (x - x_k) / (I lr)                          option II
     x    <- x + server_lr mean_k(x_k - x)
-    c    <- c + share mean_k(c_k+ - c_k),   c_k <- c_k+           one exchange of 2 d numbers
+    c    <- c + mean_k share_k (c_k+ - c_k),   c_k <- c_k+        one exchange of 2 d numbers
 
 Why    c_k - c estimates how far client k's gradient is from the average: without noise the fixed point is the
-       minimiser, for any number of local steps. `share` is clients taking part / all clients.
+       minimiser, for any number of local steps. share_k, the weight of client k in the problem / its weight in this
+       round's means, makes c the weighted mean of all c_k at any time, whoever takes part: with equal weights it is
+       clients taking part / all clients, as printed.
 Ref.   Karimireddy et al., "SCAFFOLD: stochastic controlled averaging for federated learning", ICML 2020, Algorithm 1.
-Departures  Option II only. I counts local steps (mini-batches), not epochs. lr must be constant within a round.
+Departures  Option II only. Clients may have weights. I counts local steps (mini-batches), not epochs. lr must be
+       constant within a round.
 """
 
 from typing import NamedTuple
@@ -45,7 +48,7 @@ class Scaffold(Algorithm):
         x = problem.feasible_x(x - self.lr * (problem.gradient(x, draw(0)) - c_k + c))
         if fed.sync:
             c_k = s.c_k - c + (fed.server.x - x) / (self.local_steps * self.lr)
-            dx, dc = fed.mean((x - fed.server.x, c_k - s.c_k))
+            dx, dc = fed.mean((x - fed.server.x, fed.share.astype(c.dtype) * (c_k - s.c_k)))
             x = problem.feasible_x(fed.server.x + self.server_lr * dx)
-            c = c + fed.share.astype(c.dtype) * dc
+            c = c + dc
         return self.State(x, c, c_k)

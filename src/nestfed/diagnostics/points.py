@@ -15,7 +15,7 @@ from nestfed import engine
 from nestfed.border import as_key, check_positive
 from nestfed.core import Algorithm, Array, PyTree, Sample, Task, UserError
 from nestfed.diagnostics.programs import gradients
-from nestfed.program import Call, Seat, draws, seated
+from nestfed.program import Call, alone, draws, seated
 
 
 def measure(task: Task, program: Callable, *, seed: Any = 0, **point: PyTree) -> dict[str, np.ndarray]:
@@ -88,7 +88,8 @@ def estimator_error(
 
     @jax.jit
     def sample(task, key):
-        at_work = seated(task, Seat(client, task.data.ids[client], 0, 1.0), Call(key, 0, (), 1.0))
+        seat = alone(task.data.ids[client])._replace(position=client)
+        at_work = seated(task, seat, Call(key, 0, (), 1.0))
         one = lambda repeat: estimate(task.problem, draws(task, at_work, repeat))  # one step after the other
         return lax.map(one, jnp.arange(repeats), batch_size=min(repeats, 64))
 
