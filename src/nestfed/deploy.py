@@ -142,14 +142,15 @@ class Node:
 
     def receive(self, ticket: Ticket) -> Leaves | None:
         """Work until an answer is needed (return the question) or the round is over (return None)."""
+        told = None if self._noise is None else self._noise.hear(ticket)
         if "asked" in self.store and self._numbers("asked")[:2] == [ticket.round, ticket.exchange]:
             return None if self._numbers("asked")[2] else self.store["question"]
-        broadcast, ticket = ticket.server, ticket._replace(server=self._completed(ticket.server))
+        ticket = ticket._replace(server=self._completed(ticket.server))
         reached, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
         program = program_of(self.algorithm, ticket.round)
         noise = self._test_noise
-        if self._noise is not None:
-            noise = self._noise.key(ticket._replace(server=broadcast), state)
+        if self._noise is not None and told is not None:
+            noise = self._noise.key(told, state)
         call = self._call(ticket, noise)
         for index in range(reached, len(program)):
             out = _attempt(self.algorithm, self.task, *program[index], index, state, call, answers)
@@ -257,8 +258,8 @@ class _NoiseBook:
             )
         store["secret"] = [mark]
 
-    def key(self, ticket: Ticket, state: Any) -> Array:
-        """The key for what is answered to this ticket."""
+    def hear(self, ticket: Ticket) -> bytes:
+        """What this node has been told in this round, as a hash; refused if it was told something else before."""
         # The start and the last two rounds: a node does not go back further.
         name = "heard at the start" if ticket.round == START else f"heard {ticket.round % 2}"
         heard = self.store.get(name, [np.asarray([ticket.round])])
@@ -269,8 +270,7 @@ class _NoiseBook:
             )
         if int(heard[0][0]) < ticket.round:
             heard = [np.asarray([ticket.round])]
-        before = heard[ticket.exchange].tobytes() if ticket.exchange else self._hash(*_bytes_of(state))
-        told = self._hash(before, *_bytes_of((ticket.share, ticket.server, ticket.answer)))
+        told = self._hash(heard[ticket.exchange].tobytes(), *_bytes_of((ticket.share, ticket.server, ticket.answer)))
         if len(heard) > ticket.exchange + 1 and heard[ticket.exchange + 1].tobytes() != told:
             raise ProtocolError(
                 f"exchange {ticket.exchange} of round {ticket.round} was asked again with other values, after this "
@@ -279,7 +279,11 @@ class _NoiseBook:
             )
         if len(heard) <= ticket.exchange + 1:
             self.store[name] = [*heard, np.frombuffer(told, np.uint8)]
-        return key_of_bytes(self._hash(b"noise", told))
+        return told
+
+    def key(self, told: bytes, state: Any) -> Array:
+        """The key for the answer to what was told, given what the node holds."""
+        return key_of_bytes(self._hash(b"noise", told, *_bytes_of(state)))
 
     def _hash(self, *parts: bytes) -> bytes:
         code = hmac.new(self.secret, self.about, hashlib.sha256)
