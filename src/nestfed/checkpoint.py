@@ -1,10 +1,10 @@
 """Checkpoints: one file with all of a run, written atomically, and checked before it is believed."""
 
-import hashlib
 import io
 import json
 import os
 import re
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,45 +13,46 @@ import jax
 import numpy as np
 
 from nestfed.core import PyTree, UserError
+from nestfed.identity import identify
 
-FORMAT = "nestfed checkpoint 1"
+FORMAT = "nestfed checkpoint 2"
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # byte code differs between these
 
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be used; the file is left as it is."""
 
 
-def identity(algorithm: Any, task: Any, key: Any, **plan: Any) -> dict[str, str]:
+WORDS = {  # of parts that are known by a hash, for whoever resumes with another one
+    "task": "the task differs: its data, starting point, problem, or a function or constant that the problem uses",
+    "functions": "a function that the algorithm holds (a schedule, an optimiser) differs, or the algorithm's own code",
+    "metrics": "the metrics= function differs",
+}
+
+
+def identity(algorithm: Any, task: Any, key: Any, *, metrics: Any = None, **plan: Any) -> dict[str, str]:
     """What a checkpoint must have in common with the run that resumes it, part by part."""
     return {
-        "algorithm": _plain(repr(algorithm)),
-        "task": fingerprint(task),
+        "algorithm": _without_addresses(repr(algorithm)),
+        "functions": identify(algorithm, type(algorithm).__name__),
+        "task": identify(task, "the task"),
+        "metrics": identify(metrics, "metrics"),
         "seed": f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}",
         "precision": str(jax.numpy.result_type(float)),
-        **{name: _plain(repr(value)) for name, value in plan.items()},
+        **{name: _without_addresses(repr(value)) for name, value in plan.items()},
     }
 
 
-def fingerprint(tree: PyTree) -> str:
-    """A hash of all arrays and of the structure: the same data and settings, the same fingerprint, in any process."""
-    leaves, structure = jax.tree.flatten(tree)
-    digest = hashlib.sha256(_plain(str(structure)).encode())
-    for leaf in leaves:
-        array = np.ascontiguousarray(leaf)
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(array.data.cast("B") if array.size else b"")
-    return digest.hexdigest()
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"0x[0-9a-f]+", "0x", text)  # addresses of functions differ between processes
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # they differ between processes, and identify() tells what they name
 
 
 def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, np.ndarray]) -> None:
     """Write to a neighbour file, flush it to the disk, then rename: a kill leaves the old file or the new one."""
     arrays = {f"run/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(run))}
     arrays |= {f"history/{name}": np.asarray(column) for name, column in history.items()}
-    arrays["about"] = np.frombuffer(json.dumps({"format": FORMAT, "identity": identity}).encode(), np.uint8)
+    about = {"format": FORMAT, "python": PYTHON, "identity": identity}
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,12 +83,12 @@ def load(path: Path, identity: dict[str, str], like: PyTree) -> tuple[PyTree, di
     theirs = about["identity"]
     different = [name for name in identity | theirs if identity.get(name) != theirs.get(name)]
     if different:
+        shown = [name for name in different if name not in WORDS or different == [name]] or different
         details = "; ".join(
-            "the task (its data, starting point or problem) differs"
-            if name == "task"
-            else f"{name}: {theirs.get(name)} in the file, {identity.get(name)} now"
-            for name in different
+            WORDS.get(name) or f"{name}: {theirs.get(name)} in the file, {identity.get(name)} now" for name in shown
         )
+        if about.get("python") != PYTHON:
+            details += f"; the file was written by Python {about.get('python')}, whose code differs from {PYTHON}'s"
         raise CheckpointError(
             f"{path} belongs to another run ({details}). It was left as it is; give another checkpoint path, or the "
             "settings of that run."

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed.border import as_key, check_match, check_positive, make_plan
-from nestfed.checkpoint import fingerprint
 from nestfed.cohorts import chances_of
 from nestfed.core import Algorithm, Array, Cohort, Rows, Task, UserError, everything
 from nestfed.engine import call_up
+from nestfed.identity import identify
 from nestfed.noise import check_secret, fresh_key, key_of_bytes, noise_key, repeatable_key
 from nestfed.privacy import Uploads, transforms_of
 from nestfed.program import (
@@ -136,7 +136,9 @@ class Node:
                     "could take the noise off again. Give secret=secrets.token_bytes(32), made once for this node."
                 )
             else:
-                self._noise = _NoiseBook(check_secret(secret), self.store, fingerprint((algorithm, task)))
+                self._noise = _NoiseBook(
+                    check_secret(secret), self.store, identify((algorithm, task), "the algorithm and its task")
+                )
         self._first = _template(algorithm, task, self.key)
         self._structures: dict[bool, list[Any]] = {}
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pandas as pd
 
-from nestfed.checkpoint import fingerprint
+from nestfed.identity import identify
 from nestfed.methods import Kind, Setup
 from nestfed.record import LINE_COLUMNS, Record
 from nestfed.staged import DIVERGED, FINISHED, Trace
@@ -57,7 +57,7 @@ def make_record(
             "seeds": list(setups),
             "versions": versions(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
-            "data": fingerprint(first.rows.columns),
+            "data": identify(first.rows.columns),
             "started": started,
             "seconds": round(seconds, 1),
             "status": DIVERGED if failed else FINISHED,

@@ -279,7 +279,7 @@ class _Work:
                 name: getattr(plan, name) for name in ("cohort", "evaluate_every", "output", "select", "unsynced")
             }
             shaping |= {"uploads": self.uploads} if self.uploads else {}
-            self.identity = checkpoints.identity(*inputs, dropout=dropout, **shaping)
+            self.identity = checkpoints.identity(*inputs, metrics=plan.metrics, dropout=dropout, **shaping)
             if self.path.exists() and not resume:
                 raise checkpoints.CheckpointError(
                     f"{self.path} exists. Give resume=True to go on from it, or another path; it was left as it is."
