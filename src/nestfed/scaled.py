@@ -5,6 +5,7 @@ exponentials, such values overflow float32 from 88 on. A `Scaled` keeps the expo
 the mean over clients included, only ever exponentiates differences of exponents.
 """
 
+import math
 from typing import Any, TypeGuard
 
 import jax
@@ -14,7 +15,6 @@ from jax import lax
 Array = Any
 
 LOWEST = -1e30  # the exponent of zero: finite, and below every other one
-LARGEST_FALL = 80.0  # of an exponent at once: e^80 is a number in single precision
 
 
 @jax.tree_util.register_pytree_node_class
@@ -67,11 +67,12 @@ class Scaled:
         """The same numbers with the largest one of size 1. Without it a shift never falls with the numbers, and an
         estimate that came down from e^1000 would be lost to underflow."""
         size = jnp.max(jnp.abs(self.value))
-        fall = jnp.maximum(jnp.log(jnp.where(size > 0, size, 1)), -LARGEST_FALL)
+        most = 0.999 * math.log(jnp.finfo(size.dtype).max)  # that an exponent falls at once: e^most is finite
+        fall = jnp.maximum(jnp.log(jnp.where(size > 0, size, 1)), -most)
         shift = jnp.where(size > 0, self.shift + fall, LOWEST)
         # The factor is that of the rounded shift: no error adds up from step to step. Without a bound on it there are
         # NaN: a compiler may compute `size` twice, once as a rounding error and once as zero, and e^1e30 x 0 is none.
-        factor = jnp.exp(jnp.minimum(self.shift - shift, LARGEST_FALL))
+        factor = jnp.exp(jnp.minimum(self.shift - shift, most))
         return Scaled(shift, self.value * jnp.where(size > 0, factor, 1))
 
     def at_least(self, bound: float) -> "Scaled":
