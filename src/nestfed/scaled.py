@@ -67,7 +67,9 @@ class Scaled:
         """The same numbers with the largest one of size 1. Without it a shift never falls with the numbers, and an
         estimate that came down from e^1000 would be lost to underflow."""
         size = jnp.max(jnp.abs(self.value))
-        most = 0.999 * math.log(jnp.finfo(size.dtype).max)  # that an exponent falls at once: e^most is finite
+        most = 0.999 * math.log(
+            jnp.finfo(jnp.promote_types(size.dtype, "float32")).max
+        )  # that an exponent falls at once: e^most is finite
         fall = jnp.maximum(jnp.log(jnp.where(size > 0, size, 1)), -most)
         shift = jnp.where(size > 0, self.shift + fall, LOWEST)
         # The factor is that of the rounded shift: no error adds up from step to step. Without a bound on it there are
