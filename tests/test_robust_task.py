@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from scipy.special import logsumexp
 from sklearn.metrics import roc_auc_score
 
 import nestfed
+from nestfed import make, simulate
 from nestfed.core import UserError
 from nestfed.data import TEST, TRAIN, VALIDATION, federate, read_table
+from nestfed.history import rise_of
 from nestfed.record import Record
 from nestfed.request import Request
 from nestfed.staged import Budget, best_changes, make_setups, sweep_method
 from nestfed.tasks import TabularModel
 from nestfed.tasks.robust import Divergence, Pool, Robust, measures, robust_loss
+from nestfed.tasks.toys import quadratics
 
 PENALTY = 1e-3
 
@@ -344,3 +348,33 @@ def test_strengths_are_not_chosen_by_a_score_that_depends_on_them(call, path):
     words = ["--data", path, "--label", "ill", "--clients", "hospital", "-a", "feddro"]
     code, _, err = call("sweep", "robust", *words, "--grid", "strength=1,2")
     assert code == 1 and "strength decides what the score measures" in err and not Path("runs").exists()
+
+
+def test_an_objective_that_ends_above_its_start_is_no_result(call, tmp_path):
+    """Finite, and worse than no training: said in the table, on the page, in JSON and at the exit."""
+    words = ["run", "robust", "--data", "german", "-a", "fedavg", "-a", "ds-feddro", "--set", "ds-feddro.lr=3.0",
+             "--steps", "200", "--seeds", "2", "--evaluations", "5"]  # fmt: skip
+    code, out, err = call(*words, "--out", "astray", "--json")
+    assert code == 0, err
+    astray = r"DS-FedDRO ended above its start in . of 2 seeds \(training objective\): this is not a result"
+    assert re.search(astray, err) and "FedAvg" not in err
+    said = json.loads(out)
+    counts = {row["method"]: row["above start"] for row in said["headline"]}
+    assert counts["fedavg"] == 0 and counts["ds-feddro"] > 0
+    note = r"DS-FedDRO, seed .: the training objective \(train_robust_objective\) ended at .* above 0.*not a result"
+    assert any(re.search(note, line) for line in said["notes"])
+    table = (tmp_path / "astray" / "tables" / "headline.md").read_text()
+    assert "above start" in table
+    assert "above their start" in (tmp_path / "astray" / "report.html").read_text()
+
+
+def test_what_rises_and_what_does_not():
+    rises = lambda *values, **options: rise_of({"loss": np.array(values)}, "loss", **options) is not None
+    assert rises(1.0, 0.5, 9.0) and rises(-1.0, -2.0, -0.5) and not rises(1.0, 9.0, 0.5)
+    assert not rises(1.0, 1.001) and not rises(1.0) and not rises(1.0, 9.0, output="best")
+    assert rise_of({"loss": np.ones(3)}, "other") is None and rise_of({"loss": np.ones(3)}, None) is None
+    wild = simulate(make("fedavg", lr=0.6), quadratics(), rounds=20, progress=False)  # (1 - 0.6 x 2.5)^2 > 0: it swings
+    tame = simulate(make("fedavg", lr=0.1), quadratics(), rounds=20, progress=False)
+    grows = simulate(make("fedavg", lr=1.2), quadratics(), rounds=20, progress=False)
+    assert not wild.notes and not tame.notes
+    assert len(grows.notes) == 1 and "above" in grows.notes[0] and "where it began" in grows.notes[0]

@@ -143,7 +143,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
 
 def test_divergence_is_reported_and_has_an_exit_code(call):
     code, out, err = call("run", *FLAGS, "-a", "fedavg", "--set", "lr=1e30", "--out", "wild")
-    assert code == 3 and "fedavg diverged in every seed" in err
+    assert code == 3 and "FedAvg diverged in every seed" in err
     record = Record.load(Path("wild"))
     assert record.about["status"] == "diverged" and record.final.status.tolist() == ["diverged"]
     assert "diverged" in Path("wild/report.html").read_text()

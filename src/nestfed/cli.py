@@ -336,10 +336,18 @@ def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: boo
         print(f"nestfed: {error}", file=sys.stderr)
         raise typer.Exit(130) from None
     _show(study, json_=json_, quiet=quiet)
-    finished = study.final[study.final.status == "finished"].method.unique()
-    if set(finished) != set(study.record.methods):
-        failed = ", ".join(sorted(set(study.record.methods) - set(finished)))
-        print(f"nestfed: {failed} diverged in every seed; use smaller step sizes (--set lr=...).", file=sys.stderr)
+    final, title = study.final, study.record.title
+    of_seeds = lambda some: {m: len(f) for m, f in final[some].groupby("method", sort=False)}
+    for method, seeds in of_seeds(final.above_start).items():
+        print(
+            f"nestfed: {title(str(method))} ended above its start in {seeds} of {len(study.record.about['seeds'])} seeds "
+            "(training objective): this is not a result. Use smaller step sizes (--set lr=...).",
+            file=sys.stderr,
+        )
+    failed = [title(m) for m in study.record.methods if m not in of_seeds(final.status == "finished")]
+    if failed:
+        advice = "use smaller step sizes (--set lr=...)."
+        print(f"nestfed: {', '.join(failed)} diverged in every seed; {advice}", file=sys.stderr)
         raise typer.Exit(3)
 
 
@@ -348,7 +356,8 @@ def _show(study: Any, *, json_: bool, quiet: bool) -> None:
 
     if json_:
         table = statistics.headline(study.record).reset_index()
-        _print_json({"folder": str(study.folder), "report": str(study.report), "headline": _records(table)})
+        content = {"folder": str(study.folder), "report": str(study.report), "headline": _records(table)}
+        _print_json(content | {"notes": study.record.about["notes"]})
         return
     if not quiet:
         _, shown = tables.headline(study.record)

@@ -666,6 +666,12 @@ class Task:
     def clients(self) -> int:
         return self.data.clients
 
+    @property
+    def minimised(self) -> str | None:
+        """The recorded metric that training makes small, where there is one: a run says so if it ends above its start.
+        The default is the problem's own."""
+        return self.problem.minimised
+
     def start(self, data: ClientRows) -> tuple[Array, ...]:
         """Where this client starts. Override it to give clients starting points of their own, from their constants."""
         return self.params

@@ -1,9 +1,35 @@
 """What a run records on the host: evaluations by round, and who took part."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+
+RISE = 0.02  # as a part of where it began: an objective that ends so far above was not made small
+
+
+class Rise(NamedTuple):
+    """An objective that ended above its start: the run made it worse."""
+
+    metric: str
+    start: float
+    end: float
+
+    @property
+    def remark(self) -> str:
+        return (
+            f"the training objective ({self.metric}) ended at {self.end:.4g}, above {self.start:.4g} where it began: "
+            "this is not a result, training went astray. Use a smaller step size, or fewer local steps."
+        )
+
+
+def rise_of(history: Mapping[str, np.ndarray], metric: str | None, output: str = "last") -> Rise | None:
+    """How much the objective of a run rose, if it did; the output rule "best" may have kept a good state."""
+    values = np.asarray(history.get(metric or "", ()), float)
+    if values.ndim != 1 or len(values) < 2 or output == "best":
+        return None
+    start, end = float(values[0]), float(values[-1])
+    return Rise(metric or "", start, end) if end > start + RISE * abs(start) else None
 
 
 class History:

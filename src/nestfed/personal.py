@@ -85,6 +85,10 @@ class PersonalTask(Task):
     fine_tune: str = setting("what is fine-tuned", default="head", choices=TRAINED, static=True)
     rows_at_once: int = static(default=256)
 
+    @property
+    def minimised(self):
+        return "train_loss"
+
     @classmethod
     def create(cls, problem, data, params, *, test: Rows | None = None, **options: Any):
         if test is not None and not np.array_equal(np.asarray(test.ids), np.asarray(data.ids)):

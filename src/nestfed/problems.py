@@ -58,6 +58,7 @@ class Problem:
 
     family: ClassVar[str]
     variables: ClassVar[tuple[str, ...]] = ("x",)
+    minimised: ClassVar[str | None] = None  # the one of `metrics` that training makes small, where there is one
 
     def bind(self, params: PyTree):
         """(this problem knowing the user's parameter trees, the starting point as flat vectors)."""
@@ -155,6 +156,7 @@ class SingleLevel(Problem):
     """
 
     family: ClassVar[str] = "single level"
+    minimised: ClassVar[str | None] = "loss"
 
     def per_row(self, x: PyTree, batch: PyTree, key: Array) -> Array:
         raise self.missing("loss(x, batch, key), or per_row(x, batch, key) for methods that weigh the rows of a batch")
@@ -291,6 +293,7 @@ class Compositional(Problem):
     )
 
     family: ClassVar[str] = "compositional"
+    minimised: ClassVar[str | None] = "objective"
 
     def inner(self, x: PyTree, batch: PyTree, key: Array) -> Array:
         raise self.missing("inner(x, batch, key)")
@@ -540,6 +543,7 @@ class Personalised(Problem):
 
     family: ClassVar[str] = "personalised"
     variables: ClassVar[tuple[str, ...]] = ("u", "v")
+    minimised: ClassVar[str | None] = "loss"
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         raise self.missing("split(params)")

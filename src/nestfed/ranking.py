@@ -11,6 +11,7 @@ A client's rows lie negatives first, then positives; `constants["positives"]` co
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,8 @@ class AveragePrecision(Conditional):
 
     scores: Callable[[PyTree, PyTree, Array], Array] = static()
     margin: float = setting("s: how far a positive should lie above a negative", default=0.1, above=0)
+    minimised: ClassVar[str | None] = "objective"
+
     positives: int = setting("b: positives per batch", default=1, at_least=1, static=True)
     inner_samples: int = setting("m: rows per batch, positives included", default=2, at_least=2, static=True)
     weight_decay: float = setting(_DECAY, default=0.0, at_least=0)

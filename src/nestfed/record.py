@@ -59,7 +59,8 @@ class Record:
     history    method, seed, stage, round (counted through the stages), bytes (up and down, all clients together),
                oracle_calls (all clients together), samples, and one column per recorded metric (NaN where a stage does
                not have it)
-    final      method, seed, status ("finished", "diverged"), and one column per metric
+    final      method, seed, status ("finished", "diverged"), above_start (did the training objective end above where it
+               began?), and one column per metric
     slices     method, seed, kind ("group", "client"), slice, split ("train", "validation", "test"), metric, value
     holdings   seed, client, group, label, part ("train", "validation", "test"), rows
     lines      method, seed, slice, x, y: the lines of the chart; x has the same values in all of a slice's lines

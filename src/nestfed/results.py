@@ -32,6 +32,7 @@ def make_record(
     finals, slices, lines = [], [], []
     for trace in traces:
         row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
+        row["above_start"] = trace.rise is not None
         if trace.status == FINISHED:
             metrics, parts = kind.evaluate(setups[trace.seed], trace.left)
             row |= metrics
@@ -61,7 +62,7 @@ def make_record(
             "started": started,
             "seconds": round(seconds, 1),
             "status": DIVERGED if failed else FINISHED,
-            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *_about_uploads(kind, traces), *kind.notes(first)],
+            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *_about_stages(kind, traces), *kind.notes(first)],
         }
         | _privacy(traces),
         history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
@@ -74,8 +75,8 @@ def make_record(
     )
 
 
-def _about_uploads(kind: Kind, traces: Sequence[Trace]) -> list[str]:
-    """What the stages have to say about their uploads: once per method, of the first seed that says anything."""
+def _about_stages(kind: Kind, traces: Sequence[Trace]) -> list[str]:
+    """What the stages have to say: once per method, of the first seed that says anything."""
     said: dict[str, list[str]] = {}
     for trace in traces:
         named = lambda stage: f", {stage.name}" if len(trace.stages) > 1 else ""

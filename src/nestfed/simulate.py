@@ -24,7 +24,7 @@ from nestfed.border import as_key, check_positive, check_select, make_plan
 from nestfed.cohorts import chances_of
 from nestfed.core import Algorithm, Array, PyTree, Task, UserError
 from nestfed.engine import Plan, Run, begin_all, call_up, collective, finite
-from nestfed.history import History
+from nestfed.history import History, rise_of
 from nestfed.noise import noise_key
 from nestfed.privacy import Spending, Transform, Uploads
 from nestfed.program import Exchange, Step, seated, take_step
@@ -355,6 +355,8 @@ class _Work:
         if few and self.algorithm.few_clients is not None:
             notes += (f"only some clients take part in a round, and {self.algorithm.few_clients}",)
         notes += privacy.remarks(history, self.spending, self.rounds)
+        rise = rise_of(history, self.task.minimised, self.plan.output)
+        notes += () if rise is None else (rise.remark,)
         if self.repeatable:
             notes += ("the noise was drawn from noise_seed, which is for tests: it protects nobody.",)
         participants = self.history.participants()

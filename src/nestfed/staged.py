@@ -12,6 +12,7 @@ import numpy as np
 from nestfed import cost
 from nestfed.cohorts import expected_cohort
 from nestfed.core import Algorithm, Task, UserError
+from nestfed.history import Rise, rise_of
 from nestfed.methods import Kind, Setup
 from nestfed.privacy import Guarantee, Spending, Uploads, remarks
 from nestfed.simulate import Diverged, simulate
@@ -35,6 +36,7 @@ class StageTrace:
     cost: cost.Cost
     clients: int
     output: str  # the rule that chose the state it left
+    minimised: str | None = None  # the metric that it was to make small
     notes: tuple[str, ...] = ()  # what a reader of its numbers must know
     spending: Spending | None = None  # of privacy, with that of the stages before
 
@@ -42,6 +44,11 @@ class StageTrace:
     def done(self) -> int:
         """Rounds: fewer than asked for where it diverged or its privacy budget was spent."""
         return len(self.participants)
+
+    @property
+    def rise(self) -> Rise | None:
+        """Of its objective, where it ended above its start."""
+        return rise_of(self.history, self.minimised, self.output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +61,11 @@ class Trace:
     stages: tuple[StageTrace, ...] = ()
     left: Any = None  # as the kind wants it: `Kind.left`
     status: str = FINISHED
+
+    @property
+    def rise(self) -> Rise | None:
+        """Of the objective of the last stage, whose state is the result."""
+        return self.stages[-1].rise if self.stages and self.status == FINISHED else None
 
     @property
     def spent(self) -> tuple[tuple[Spending, int], ...]:
@@ -143,8 +155,8 @@ def run_method(
             result, status = error.result, DIVERGED
         done = StageTrace(
             stage.name, options["rounds"], result.history, result.participants,
-            ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], result.notes,
-            result.spending,
+            ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], task.minimised,
+            result.notes, result.spending,
         )  # fmt: skip
         trace = trace.extended(done, kind.left(result.output, result.clients), status, {})
         if status == DIVERGED:
@@ -206,17 +218,12 @@ def sweep_next_stage(
                 own_part = lambda key, values: values if key == "round" else values[row, column]
                 history = {key: own_part(key, values) for key, values in done.history.items()}
                 one = jax.tree.map(lambda a: np.asarray(a[column]), done.runs[row])
+                rise = rise_of(history, tasks[0].minimised, options["output"])
+                notes = remarks(history, done.spending[row], rounds) + (() if rise is None else (rise.remark,))
                 passed = StageTrace(
-                    stage.name,
-                    rounds,
-                    history,
-                    done.participants[row, column],
-                    price,
-                    tasks[0].clients,
-                    options["output"],
-                    remarks(history, done.spending[row], rounds),
-                    done.spending[row],
-                )
+                    stage.name, rounds, history, done.participants[row, column], price, tasks[0].clients,
+                    options["output"], tasks[0].minimised, notes, done.spending[row],
+                )  # fmt: skip
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server
                 extended.append(trace.extended(passed, kind.left(server, one.clients), status, combinations[i]))

@@ -160,6 +160,9 @@ def _words(name: str, value: Any) -> str:
 # ------------------------------------------------------------------------------------------------- headline
 
 
+COUNTS = {"failed": "failed", "above_start": "above start"}  # of runs that give no result
+
+
 def _headline_rows(record: Record, table: pd.DataFrame) -> list[dict[str, Any]]:
     winners = {metric.name: statistics.best(table, metric) for metric in record.metrics}
     reach = {}
@@ -172,7 +175,8 @@ def _headline_rows(record: Record, table: pd.DataFrame) -> list[dict[str, Any]]:
             _cell(statistics.entry(table, method, m), m, winners[m.name] == method, reach[m.name], len(record.methods))
             for m in record.metrics
         ]
-        rows.append({"method": method, "failed": int(table.at[method, "failed"]), "cells": cells})
+        counts = {name: int(table.at[method, column]) for name, column in COUNTS.items()}
+        rows.append({"method": method, "cells": cells} | counts)
     return rows
 
 

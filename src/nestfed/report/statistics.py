@@ -94,9 +94,9 @@ def sound_history(record: Record) -> pd.DataFrame:
 
 
 def headline(record: Record) -> pd.DataFrame:
-    """One row per method: "failed" (runs that did not finish) and for every metric the columns "<name> mean", "std",
-    "n", "difference" (to the baseline), "low", "high", "p" and "pairs" (common seeds). The baseline has no
-    difference to itself.
+    """One row per method: "failed" (runs that did not finish), "above start" (runs whose training objective ended above
+    where it began) and for every metric the columns "<name> mean", "std", "n", "difference" (to the baseline), "low",
+    "high", "p" and "pairs" (common seeds). The baseline has no difference to itself.
     """
     good = finished(record)
     values = {method: rows(good, method=method).set_index("seed") for method in record.methods}
@@ -104,6 +104,8 @@ def headline(record: Record) -> pd.DataFrame:
     lines = []
     for method in record.methods:
         line: dict[str, Any] = {"failed": len(rows(record.final, method=method)) - len(values[method])}
+        risen = values[method]["above_start"].to_numpy(bool) if "above_start" in record.final else np.zeros(0, bool)
+        line["above start"] = int(risen.sum())
         for metric in record.metrics:
             other = None if baseline in (None, method) else _column(values[baseline], metric)
             line |= _compare(_column(values[method], metric), other, metric)

@@ -78,8 +78,9 @@ def headline(record: Record) -> tuple[pd.DataFrame, pd.DataFrame]:
         if baseline:
             column = f"{metric.title}: difference to {record.title(baseline)}"
             columns[column] = [difference(row.paired, metric.digits) for row in rows]
-    if any(table["failed"]):
-        columns["failed"] = [str(count) for count in table["failed"]]
+    for column in ("failed", "above start"):
+        if any(table[column]):
+            columns[column] = [str(count) for count in table[column]]
     return table.reset_index(), pd.DataFrame(columns)
 
 

@@ -73,6 +73,10 @@ class PrecisionTask(PooledTask):
             return super().sample(data, key)
         return self.problem.sample(part_of(data, TRAIN), key, self.batch_size)
 
+    @property
+    def minimised(self):
+        return "train_missed_precision"
+
     def metrics(self, server, client, data, fed):
         tree = self.problem.tree(0, server.x)
         theta = tree["model"] if isinstance(self.problem, AreaUnderRoc) else tree
@@ -93,7 +97,9 @@ def measures(pool: Pool, clients: int, recall: float) -> dict[str, Array]:
             f"{part}_auroc": masked_area_under_roc(pool.logit, positive, pool.part == i),
         }
     # Iterates are chosen by what is small.
-    return measured | {"validation_missed_precision": 1 - measured["validation_average_precision"]}
+    return measured | {
+        f"{part}_missed_precision": 1 - measured[f"{part}_average_precision"] for part in ("train", "validation")
+    }
 
 
 # ------------------------------------------------------------------------------------------------- set-up of a seed

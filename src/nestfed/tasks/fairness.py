@@ -46,6 +46,10 @@ class FairnessTask(TabularTask):
 
     full_batch: bool = static(default=False)  # a batch is all of the client's training rows
 
+    @property
+    def minimised(self):
+        return "outer_loss" if isinstance(self.problem, GroupWeights) else "train_loss"
+
     def sample(self, data, key):
         batch = super().sample(data, key)
         return batch | {"train": self._all_rows(data)} if self.full_batch else batch

@@ -90,6 +90,10 @@ class RobustTask(PooledTask):
 
     divergence: Divergence
 
+    @property
+    def minimised(self):
+        return "train_robust_objective" if isinstance(self.problem, Compositional) else "train_loss"
+
     def metrics(self, server, client, data, fed):
         problem, theta = self.problem, self.problem.tree(0, server.x)
         theta = theta["model"] if isinstance(problem, CVaR) else theta
