@@ -18,6 +18,7 @@ from nestfed import Diverged, Interrupted, make, simulate, struct
 from nestfed.algorithms.fedavg import FedAvg
 from nestfed.algorithms.fedbio import FedBiO
 from nestfed.checkpoint import CheckpointError
+from nestfed.record import Record
 
 HERE = Path(__file__).parent
 ALGORITHM = make("scaffold", lr=0.02, local_steps=2)
@@ -216,3 +217,22 @@ def test_non_finite_start_is_told():
 
     with pytest.raises(Diverged, match="starts from a non-finite x"):
         simulate(Bad(lr=0.1), regression((5, 5)), rounds=1)
+
+
+def test_a_divergence_that_does_not_show_again_is_reported_and_stops_nobody_else(monkeypatch, call, tmp_path):
+    """Another program adds up in another order: what overflowed by a hair may stay finite when it is repeated."""
+    repeated = lambda algorithm, task, phase, sync, call, index, states, seats: (
+        states,
+        jnp.ones(seats.slot.size, bool),
+    )
+    monkeypatch.setattr(sys.modules["nestfed.simulate"], "_watched_step", repeated)
+    with pytest.raises(
+        Diverged, match="diverged in round 0: .* did not show again when the round was repeated"
+    ) as caught:
+        simulate(make("fedavg", lr=1e200, local_steps=3), regression(), rounds=5, progress=False)
+    assert (caught.value.round, caught.value.client) == (0, None) and np.isfinite(caught.value.result.server.x).all()
+    code, _, err = call("run", "fairness", "--data", "german", "-a", "fedavg", "-a", "fedprox", "--set", "fedprox.lr=1e30",
+                        "--steps", "20", "--seeds", "2", "--out", "run", "--quiet")  # fmt: skip
+    assert code == 3 and "FedProx diverged in every seed" in err
+    final = Record.load(tmp_path / "run").final
+    assert (final[final.method == "fedavg"].status == "finished").all() and len(final) == 4

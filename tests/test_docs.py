@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["compositional.md", "personal.md", "privacy.md"]
+PAGES = ["cohorts.md", "compositional.md", "personal.md", "privacy.md"]
 MARK = "--- end of block ---"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 

@@ -349,6 +349,7 @@ def test_a_row_counts_no_more_than_the_largest_weight():
 def test_a_run_that_explodes_without_a_bound_goes_on_with_one():
     algorithm = make("ds-feddro", lr=0.02, beta=0.5, local_steps=2, inner_eval="broadcast")
     with pytest.raises(Diverged):
-        simulate(algorithm, robust(45.0, price=0.1), rounds=20, evaluate_every=None)
-    bound = simulate(algorithm, robust(45.0, price=0.1, largest_weight=21.0), rounds=20, evaluate_every=None)
-    assert np.isfinite(bound.server.x).all() and np.isfinite(bound.history["objective"][-1])
+        simulate(algorithm, robust(45.0, price=0.1, largest_weight=float("inf")), rounds=20, evaluate_every=None)
+    for bound in ({}, {"largest_weight": 21.0}):  # the task's own is its exact bound
+        result = simulate(algorithm, robust(45.0, price=0.1, **bound), rounds=20, evaluate_every=None)
+        assert np.isfinite(result.server.x).all() and np.isfinite(result.history["objective"][-1])

@@ -39,6 +39,8 @@ from nestfed.problems import SingleLevel
 from nestfed.progress import Progress
 from nestfed.record import Record
 from nestfed.robust import KL
+from nestfed.staged import Budget, StageTrace, Trace
+from nestfed.tasks.fairness import Fairness
 from nestfed.tasks.toys import quadratics
 
 KEY = jax.random.key(3)
@@ -430,7 +432,8 @@ def test_the_guarantees_are_clips_and_noise():
 def test_a_named_run_with_privacy(call, tmp_path):
     words = [
         "run", "fairness", "--data", "german", "-a", "fedavg", "-a", "fedbio", "--steps", "20", "--evaluations", "4",
-        "--privacy", "local", "--clip", "1", "--noise-multiplier", "2", "--epsilon-budget", "4.2", "--out", "private",
+        "--privacy", "local", "--clip", "1", "--noise-multiplier", "2", "--epsilon-budget", "4.2", "--noise-seed", "0",
+        "--out", "private",
     ]  # fmt: skip
     code, out, err = call(*words)
     assert code == 0, err
@@ -444,8 +447,46 @@ def test_a_named_run_with_privacy(call, tmp_path):
         assert 3.7 < spent[method]["epsilon"] < 3.71  # three rounds of all stages together
     page = (tmp_path / "private" / "report.html").read_text()
     assert f"epsilon {max(s['epsilon'] for s in spent.values()):.3g}" in page
-    said = {key: record.settings[key] for key in ("privacy", "clip", "noise_multiplier", "epsilon_budget")}
-    assert said == {"privacy": "local", "clip": 1.0, "noise_multiplier": 2.0, "epsilon_budget": 4.2}
+    keys = ("privacy", "clip", "noise_multiplier", "epsilon_budget", "noise_seed")
+    said = {key: record.settings[key] for key in keys if key in record.settings}
+    assert said == {"privacy": "local", "clip": 1.0, "noise_multiplier": 2.0, "epsilon_budget": 4.2, "noise_seed": 0}
     assert call(*words[:-2], "--clip", "0")[0] == 1
     code, _, err = call("run", "fairness", "--clip", "1")
     assert code == 1 and "privacy local or central" in err
+
+
+def test_a_named_run_with_poisson_cohorts_and_repeatable_noise(call, tmp_path):
+    words = [
+        "run", "fairness", "--data", "german", "-a", "fedbio", "--steps", "20", "--clients", "6", "--evaluations", "2",
+        "--privacy", "central", "--clip", "1", "--noise-multiplier", "1.5", "--neighbours", "add-or-remove",
+        "--cohort", "2", "--sampling", "poisson",
+    ]  # fmt: skip
+    for out in ("one", "other"):
+        code, said, err = call(*words, "--noise-seed", "4", "--out", out)
+        assert code == 0, err
+        assert "it protects nobody" in said
+    one, other = (Record.load(tmp_path / name) for name in ("one", "other"))
+    assert (
+        one.history.equals(other.history) and one.about["privacy"]["fedbio"]["sampling"] == "2 of 6 clients (Poisson)"
+    )
+    assert one.about["privacy"]["fedbio"]["neighbours"] == "add-or-remove"
+    code, _, err = call("run", tmp_path / "one" / "settings.toml", "--out", "again")  # the file says it all
+    assert code == 0 and Record.load(tmp_path / "again").history.equals(one.history), err
+    code, _, err = call(*words, "--out", "fresh", "--quiet")
+    assert code == 0 and not Record.load(tmp_path / "fresh").history.equals(one.history)
+    assert "noise" not in Record.load(tmp_path / "fresh").about["privacy"]["fedbio"]
+    for wrong, told in (
+        (["--noise-seed", "1"], "noise_seed was given without privacy"),
+        (["--neighbours", "replace"], "neighbours was given without privacy"),
+        (["--sampling", "poisson"], "sampling='poisson' was given without cohort"),
+    ):
+        code, _, err = call("run", "fairness", "--data", "german", "--steps", "5", *wrong)
+        assert code == 1 and told in err and "Traceback" not in err, err
+
+
+def test_stages_share_no_noise_even_where_it_is_repeatable():
+    budget, kind = Budget(privacy=CENTRAL, noise_seed=3), Fairness()
+    at_first = Trace("fedbio", 0, {})
+    stage = StageTrace("weights", 5, {}, np.zeros(5), measure(make("fedavg", lr=0.1), regression()), 3, "last")
+    later = at_first.extended(stage, None, "finished", {})
+    assert len({budget.options(5, kind, trace)["noise_seed"] for trace in (at_first, later)}) == 2

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from numpy.testing import assert_allclose, assert_array_equal
 
-from nestfed import Rows, Sample, Task, UserError, struct
+from nestfed import Rows, Sample, Task, UserError, make, simulate, struct
 from nestfed.adapters import (
     CompositionAsBilevel,
     LocalCompositionAsConditional,
@@ -25,6 +27,7 @@ from nestfed.adapters import (
     NaiveComposition,
     SingleAsConditional,
 )
+from nestfed.algorithms.fedavg import FedAvg
 from nestfed.core import Layout
 from nestfed.hypergradients import ConjugateGradient, Dense, LinearSystem, Neumann, RandomTruncation
 from nestfed.problems import Bilevel, Compositional, Conditional, Constrained, Minimax, Personalised, SingleLevel
@@ -1223,6 +1226,41 @@ def two_columns(**changes):
     return columns
 
 
+@struct
+class TwoArguments(SingleLevel):
+    def loss(self, x, batch):
+        return jnp.sum(x["weight"])
+
+
+@struct
+class Branching(SingleLevel):
+    def loss(self, x, batch, key):
+        total = sum(jnp.sum(a) for a in jax.tree.leaves((x, batch)))
+        return total if total > 0 else -total
+
+
+@struct
+class InNumpy(SingleLevel):
+    def loss(self, x, batch, key):
+        return jnp.asarray(float(sum(jnp.sum(a) for a in jax.tree.leaves((x, batch)))))
+
+
+@struct
+class Fields(SingleLevel):
+    value: Any = 1.0
+
+    def loss(self, x, batch, key):
+        return sum(jnp.sum(a) for a in jax.tree.leaves((x, batch)))
+
+
+@struct
+class Sized(SingleLevel):
+    count: int = 2
+
+    def loss(self, x, batch, key):
+        return sum(jnp.sum(a) for a in jax.tree.leaves((x, batch)))
+
+
 ERRORS = {
     # data
     "no data": (lambda: Rows.from_clients(), "no data were given: pass one tree of arrays per client, or constants="),
@@ -1330,6 +1368,24 @@ ERRORS = {
         r"\(2,\)",
     ),
     "a problem without @struct": (lambda: create(Unregistered()), "Unregistered.*struct"),
+    "a class in place of a problem": (
+        lambda: create(Fit),
+        r"the class Fit was given as the problem; .*such as Fit\(\)",
+    ),
+    "something else in place of a problem": (lambda: create("fit"), "a str was given as the problem; give an object"),
+    "a loss with other arguments": (
+        lambda: create(TwoArguments()),
+        r"is called as loss\(x, batch, key\): .*positional",
+    ),
+    "a loss that branches": (lambda: create(Branching()), r"Branching.loss decides by a Python `if` .*jnp.where"),
+    "a loss in NumPy": (lambda: create(InNumpy()), r"InNumpy.loss makes a plain number .*use jax.numpy"),
+    "a switch that is not static": (lambda: create(Fields(value=True)), r"value=True holds True.*nestfed.static"),
+    "a text that is not static": (lambda: create(Fields(value="sum")), r"value='sum' holds 'sum', which is no number"),
+    "a function that is not static": (lambda: create(Fields(value=np.sin)), r"Fields: the field value=.*is no number"),
+    "a size that is not static": (
+        lambda: create(Sized(count=3)),
+        r"count=3 is a whole number .*static\(default=3\).*3.0",
+    ),
     # settings
     "unknown scope": (lambda: people(Blend(scope="both"), LINE), "scope='both' .*must be one of 'global', 'local'"),
     "unknown scope behind an adapter": (
@@ -1359,6 +1415,55 @@ ERRORS = {
     "one number of local steps": (lambda: create(local_steps=3), "local_steps=3 must be one whole number"),
     "fractional local steps": (lambda: create(local_steps=[1.5, 2]), "must be one whole number"),
 }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: make("fedavg", lr="0.1"), r"lr='0.1' was given, but lr .* must be a number or a schedule, not text"),
+        (lambda: make("fedbio", lr=0.1, lower_lr=0.1, hypergradient="dense"),
+         r"hypergradient='dense' was given, .*must be a Hypergradient: Dense\(...\) or ConjugateGradient"),
+        (lambda: simulate("fedavg", create(), rounds=1), r"'fedavg' was given as the algorithm; .*nestfed.make"),
+        (lambda: simulate(FedAvg, create(), rounds=1), "the class FedAvg was given as the algorithm"),
+    ],
+    ids=["text for a number", "text for an estimator", "a name for an algorithm", "a class for an algorithm"],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_before_anything_is_compiled(given, message):
+    with pytest.raises(UserError, match=message) as caught:
+        given()
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_are_welcome_where_a_number_is_meant():
+    one, other = (simulate(make("fedavg", lr=lr), create(), rounds=2, progress=False) for lr in (1, 1.0))
+    assert np.array_equal(one.server.x, other.server.x)
+
+
+def test_precision_that_is_lost_is_told():
+    """Seconds since 1970 in single precision are seconds no more."""
+    code = """
+import warnings
+import numpy as np
+from nestfed import Rows
+from nestfed.core import UserError
+def said(*columns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Rows.from_clients([columns])
+    return [str(w.message) for w in caught if "nestfed" in str(w.filename) or "precision" in str(w.message)]
+assert said(np.random.default_rng(0).normal(size=100)) == []
+assert said(np.random.default_rng(0).normal(size=100).astype("float32")) == []
+(told,) = said(1.6e9 + np.arange(100.0))
+assert "column [0] of the data" in told and "rounds them" in told and "Subtract a common value" in told, told
+try:
+    Rows.from_clients([np.array([1, 2**40])])
+except UserError as error:
+    assert "no number of 32 bits" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("mistake", ERRORS)

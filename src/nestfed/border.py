@@ -119,6 +119,9 @@ def kind_of(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) ->
 def check_match(algorithm: Algorithm, task: Task) -> None:
     """Does this algorithm solve this kind of problem, with settings in range?"""
     name, problem = type(algorithm).__name__, task.problem
+    if isinstance(algorithm, type) or not isinstance(algorithm, Algorithm):
+        given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else repr(algorithm)
+        raise UserError(f"{given} was given as the algorithm; give an object, such as nestfed.make('fedavg', lr=0.1).")
     check_registered(algorithm)
     validate(algorithm)
     if algorithm.family != problem.family:

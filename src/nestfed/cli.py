@@ -50,12 +50,27 @@ OPTIONS: dict[str, Any] = {
     "rounds": Annotated[int | None, _flag("Rounds of every stage; without it --steps decides.", TRAINING)],
     "steps": Annotated[int | None, _flag("Local steps of every stage (2000).", TRAINING)],
     "cohort": Annotated[str | None, _flag("Clients per round: a number, or a fraction such as 0.1.", TRAINING)],
+    "sampling": Annotated[
+        str | None,
+        _flag("How they are drawn: weights (chances go with weights), uniform, poisson (each by its coin).", TRAINING),
+    ],
     "dropout": Annotated[float | None, _flag("Probability that a chosen client fails.", TRAINING)],
     "evaluations": Annotated[int | None, _flag("About so many evaluations per stage (100).", TRAINING)],
     "output": Annotated[str | None, _flag("Which iterate counts: last, average, random, best (validation).", TRAINING)],
     "privacy": Annotated[str | None, _flag("local (nobody is trusted) or central (the server is).", PRIVACY)],
     "clip": Annotated[float | None, _flag("Largest norm of an upload.", PRIVACY)],
-    "noise_multiplier": Annotated[float | None, _flag("Noise / sensitivity (2 x clip) of an exchange.", PRIVACY)],
+    "noise_multiplier": Annotated[
+        float | None,
+        _flag(
+            "Noise / sensitivity of an exchange. The sensitivity is 2 x clip where a client's data may be replaced, so "
+            "this is half of what Opacus calls so; with --neighbours add-or-remove it is clip, and the same.", PRIVACY,
+        ),
+    ],
+    "neighbours": Annotated[
+        str | None,
+        _flag("What is hidden: replace (what a client holds), add-or-remove (that it is there).", PRIVACY),
+    ],
+    "noise_seed": Annotated[int | None, _flag("Repeatable noise, for tests: it protects nobody.", PRIVACY)],
     "delta": Annotated[float | None, _flag("delta of the guarantee (1e-5).", PRIVACY)],
     "epsilon_budget": Annotated[float | None, _flag("End before a round that would spend more.", PRIVACY)],
     "model": Annotated[str | None, _flag("logistic, or network (two layers; personal).", TRAINING)],
@@ -339,11 +354,9 @@ def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: boo
     final, title = study.final, study.record.title
     of_seeds = lambda some: {m: len(f) for m, f in final[some].groupby("method", sort=False)}
     for method, seeds in of_seeds(final.above_start).items():
-        print(
-            f"nestfed: {title(str(method))} ended above its start in {seeds} of {len(study.record.about['seeds'])} seeds "
-            "(training objective): this is not a result. Use smaller step sizes (--set lr=...).",
-            file=sys.stderr,
-        )
+        often = f"in {seeds} of {len(study.record.about['seeds'])} seeds (training objective)"
+        advice = "this is not a result. Use smaller step sizes (--set lr=...)."
+        print(f"nestfed: {title(str(method))} ended above its start {often}: {advice}", file=sys.stderr)
     failed = [title(m) for m in study.record.methods if m not in of_seeds(final.status == "finished")]
     if failed:
         advice = "use smaller step sizes (--set lr=...)."

@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
@@ -53,14 +54,16 @@ def setting(
     at_least: float | None = None,
     at_most: float | None = None,
     choices: Sequence[Any] | None = None,
+    part: type | None = None,
     static: bool = False,
 ) -> Any:
     """A described hyper-parameter with its admissible range.
 
     Floats are leaves of the program's input: they can be changed and swept without compiling again. `static=True`
-    marks what belongs to the program itself (numbers of steps, switches).
+    marks what belongs to the program itself (numbers of steps, switches). `part` is the class of a setting that is a
+    record of settings itself.
     """
-    rules = {"above": above, "at_least": at_least, "at_most": at_most, "choices": choices}
+    rules = {"above": above, "at_least": at_least, "at_most": at_most, "choices": choices, "part": part}
     return dataclasses.field(default=default, metadata={"description": description, "static": static, "rules": rules})
 
 
@@ -93,9 +96,28 @@ def struct(cls: type[T]) -> type[T]:
 
 
 def check_registered(record: Any) -> None:
-    """A subclass without @struct looks right and fails deep inside JAX: say so at the border."""
+    """A subclass without @struct looks right and fails deep inside JAX, and so does a field that is no number: say so
+    at the border."""
     if any(leaf is record for leaf in jax.tree.leaves(record)):
         raise UserError(f"{type(record).__name__} is not registered; write @nestfed.struct above the class.")
+    hints = typing.get_type_hints(type(record))
+    for field in dataclasses.fields(record):
+        if field.metadata.get("static"):
+            continue
+        value = getattr(record, field.name)
+        where = f"{type(record).__name__}: the field {field.name}={value!r}"
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, bool) or not isinstance(leaf, (int, float, complex, np.number, np.ndarray, jax.Array)):
+                raise UserError(
+                    f"{where} holds {leaf!r}, which is no number; what belongs to the program (switches, texts, "
+                    f"functions) is declared so: {field.name}: ... = nestfed.static(default=...)."
+                )
+            if isinstance(leaf, int) and leaf is value and hints.get(field.name) is int:
+                raise UserError(
+                    f"{where} is a whole number that the program sees as an input, not as a constant. Write "
+                    f"{field.name}: int = nestfed.static(default={value}) for a size or a count, or {float(value)} and "
+                    "the type float for a number that may change."
+                )
 
 
 @struct
@@ -144,7 +166,7 @@ def validate(record: Any) -> None:
         value, rules = getattr(record, field.name), field.metadata.get("rules")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             validate(value)
-        if rules is None or callable(value) or isinstance(value, Tracer):
+        if rules is None or isinstance(value, Tracer) or (callable(value) and rules["part"] is None):
             continue
         if value is None and field.default is None:
             continue
@@ -159,6 +181,12 @@ def validate(record: Any) -> None:
 def _broken_rule(value: Any, rules: dict[str, Any], *, static: bool) -> str | None:
     if rules["choices"] is not None:
         return None if value in rules["choices"] else "one of " + ", ".join(map(repr, rules["choices"]))
+    if rules["part"] is not None:
+        part = rules["part"]
+        known = " or ".join(f"{kind.__name__}(...)" for kind in part.__subclasses__())
+        return None if isinstance(value, part) else f"a {part.__name__}: {known}"
+    if isinstance(value, str):
+        return "a number or a schedule, not text"
     if static and isinstance(value, bool):
         return None
     try:
@@ -408,9 +436,11 @@ class Rows:
     def _checked(cls, columns: PyTree, sizes: np.ndarray, constants: PyTree, ids: Sequence[int] | None) -> "Rows":
         offsets = np.cumsum(sizes) - sizes
         _check_finite(columns, sizes, "data")
+        _check_precision(columns, "data")
         if constants is not None and _common_length(jax.tree.leaves(constants), "constants") != sizes.size:
             raise UserError(f"constants must have one entry for each of the {sizes.size} clients.")
         _check_finite(constants, np.ones(sizes.size, int), "constants")
+        _check_precision(constants, "constants")
         # x64 off would truncate int64 silently; int32 numbers two thousand million rows.
         as_index = lambda a: np.asarray(a, np.int32)
         largest = int(sizes.max())
@@ -472,6 +502,32 @@ def _check_finite(columns: PyTree, sizes: np.ndarray, what: str) -> None:
             raise UserError(
                 f"the {what} hold a NaN or infinite value in column {jax.tree_util.keystr(path) or '(the only one)'}, "
                 f"client {client}, row {row - offsets[client]}; fill in or remove such rows first."
+            )
+
+
+LOST = 1e-4  # as a part of a column's standard deviation: more than that is no rounding error
+
+
+def _check_precision(columns: PyTree, what: str) -> None:
+    """JAX computes in 32 bits unless it is told otherwise, and says nothing where that loses what a column says."""
+    if jax.config.read("jax_enable_x64"):
+        return
+    for path, column in jax.tree_util.tree_leaves_with_path(columns):
+        array = np.asarray(column)
+        name = f"column {jax.tree_util.keystr(path) or '(the only one)'} of the {what}"
+        if array.dtype == np.float64 and array.size:
+            lost = float(np.max(np.abs(array - array.astype(np.float32))))
+            if lost > LOST * float(array.std()):
+                warnings.warn(
+                    f"{name} has values up to {np.abs(array).max():.4g} that differ by {array.std():.2g}: single "
+                    f"precision, in which this runs, rounds them by up to {lost:.2g}. Subtract a common value (a mean) "
+                    'or call jax.config.update("jax_enable_x64", True) before anything else.',
+                    stacklevel=5,
+                )
+        if array.dtype.kind in "iu" and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+            raise UserError(
+                f"{name} holds {array.max()}, which is no number of 32 bits; number such values 0, 1, 2, ... "
+                '(numpy.unique does it), or call jax.config.update("jax_enable_x64", True) before anything else.'
             )
 
 
@@ -644,22 +700,29 @@ class Task:
         """
         if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
             raise UserError(f"batch_size={batch_size!r} was given; it must be a whole number, 1 or more.")
+        if isinstance(problem, type) or not hasattr(problem, "bind"):
+            given = f"the class {problem.__name__}" if isinstance(problem, type) else f"a {type(problem).__name__}"
+            raise UserError(
+                f"{given} was given as the problem; give an object of a class of nestfed.problems, such as "
+                f"{problem.__name__ if isinstance(problem, type) else 'MyProblem'}()."
+            )
         if not isinstance(data, Rows):
             raise UserError(
                 f"data of type {type(data).__name__} were given; make them with Rows.from_clients or from_table."
             )
         problem, flat = problem.bind(params)
+        of_clients = _weights(weights, data)
         task = cls(
-            problem=problem,
+            problem=problem.fitted(data, of_clients),
             data=data,
             params=flat,
-            weights=_weights(weights, data),
+            weights=of_clients,
             batch_size=int(batch_size),
             local_steps=None if local_steps is None else _local_steps(local_steps, data),
             **fields,
         )
-        validate(problem)
-        problem.check(task)
+        validate(task.problem)
+        task.problem.check(task)
         return task
 
     @property

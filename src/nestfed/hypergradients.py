@@ -3,10 +3,11 @@
     Phi(x, y) = df/dx - (d2g/dxdy) (d2g/dy2)^-1 df/dy.
 
 Each maps points [(x, y), ...] to one estimate per point, with the same samples at all the points, as recursive methods
-need. `draw(j)` is the j-th independent batch of the step; the estimators use j = 1, 2, ... and leave 0 to the lower
-gradient.
+need. `draw(j)` is the j-th independent batch of the step; the estimators use j = 1, 2, ..., `batches` and leave 0 to
+the lower gradient.
 """
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,10 +33,28 @@ def _hypergradients(problem: Bilevel, points: Points, upper: Sample, mixed: Samp
 
 
 @struct
-class Dense:
+class Hypergradient(abc.ABC):
+    """An estimator: subclass it for one of your own."""
+
+    @property
+    @abc.abstractmethod
+    def batches(self) -> int:
+        """The largest number j of a batch that it draws."""
+
+    @abc.abstractmethod
+    def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
+        """One estimate per point."""
+
+
+@struct
+class Dense(Hypergradient):
     """Exact on its batches: the dense Hessian, one direct solve."""
 
     share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
+
+    @property
+    def batches(self):
+        return 3
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, hessian = _batches(draw, self.share_batch)
@@ -44,11 +63,15 @@ class Dense:
 
 
 @struct
-class ConjugateGradient:
+class ConjugateGradient(Hypergradient):
     """The linear system on one batch by a fixed number of conjugate gradient steps (Hessian-vector products only)."""
 
     steps: int = setting("conjugate gradient steps", default=10, at_least=1, static=True)
     share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
+
+    @property
+    def batches(self):
+        return 3
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, hessian = _batches(draw, self.share_batch)
@@ -79,7 +102,7 @@ def conjugate_gradient(product: Callable[[Array], Array], b: Array, steps: int) 
 
 
 @struct
-class Neumann:
+class Neumann(Hypergradient):
     """lr * sum_{q=0}^{Q} prod_{j=Q-q+1}^{Q} (I - lr d2g/dy2(B_j)) in place of the inverse: Q + 1 terms, one pass.
 
     Deterministic relative bias (1 - lr A)^{Q+1} for curvature A; needs lr <= 1 / L. With `share_batch` one batch serves
@@ -89,6 +112,10 @@ class Neumann:
     terms: int = setting("Q: Hessian-vector products", default=10, at_least=0, static=True)
     lr: float = setting("step of the series, at most 1 / L", default=0.1, above=0)
     share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
+
+    @property
+    def batches(self):
+        return max(3, 2 + self.terms)
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, _ = _batches(draw, self.share_batch)
@@ -112,7 +139,7 @@ _LENGTH_KEY = 2**31 - 2  # far from any number that a user's function may fold i
 
 
 @struct
-class RandomTruncation:
+class RandomTruncation(Hypergradient):
     """(N / l) prod_{n=1}^{N'} (I - H / l) with N' uniform in 0 .. N - 1: the expectation of the N-term sum.
 
     All N - 1 factors are computed and those beyond N' are passed over, so that the cost is static.
@@ -120,6 +147,10 @@ class RandomTruncation:
 
     terms: int = setting("N: terms of the sum it estimates", default=10, at_least=1, static=True)
     lr: float = setting("1 / l: step of the series, at most 1 / L", default=0.1, above=0)
+
+    @property
+    def batches(self):
+        return max(3, 1 + self.terms)
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, _ = _batches(draw, False)
@@ -139,11 +170,15 @@ class RandomTruncation:
 
 
 @struct
-class LinearSystem:
+class LinearSystem(Hypergradient):
     """The linear system (d2g/dy2) z = df/dy by stochastic gradient steps z <- z - lr (H z - df/dy) from z = 0."""
 
     steps: int = setting("stochastic gradient steps", default=10, at_least=1, static=True)
     lr: float = setting("step size, at most 1 / L", default=0.1, above=0)
+
+    @property
+    def batches(self):
+        return 2 + self.steps
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, _ = _batches(draw, False)

@@ -10,6 +10,7 @@ Rule: algorithms never call jax.grad; problems never know about clients.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from nestfed.core import (
     Fed,
     Layout,
     PyTree,
+    Rows,
     Sample,
     UserError,
     check_registered,
@@ -73,6 +75,10 @@ class Problem:
         flat = tuple(layout.flatten(tree) for layout, tree in zip(layouts, trees, strict=True))
         return dataclasses.replace(self, layouts=layouts), flat
 
+    def fitted(self, data: Rows, weights: Array) -> "Problem":
+        """This problem with what it takes from the clients' data and weights; itself by default."""
+        return self
+
     def tree(self, variable: int, vector: Array) -> PyTree:
         """The user's parameter tree of a flat vector."""
         return self.layouts[variable].unflatten(vector)
@@ -118,12 +124,7 @@ class Problem:
             except UserError:
                 raise
             except Exception as error:
-                shapes = jax.tree.map(lambda a: a.shape, batch)
-                raise UserError(
-                    f"{type(self).__name__}.{name} failed on a batch of shapes {shapes} and parameters of shapes "
-                    f"{[layout.shapes for layout in self.layouts]}: {first_line(error)}. Do the starting point and "
-                    "the columns of the data fit together?"
-                ) from error
+                raise UserError(f"{type(self).__name__}.{name} {self._advice(name, batch, error)}") from error
             is_array = isinstance(result, jax.ShapeDtypeStruct)
             fits = is_array and (expected is None or len(result.shape) == expected)
             if not fits or not jnp.issubdtype(result.dtype, jnp.floating):
@@ -138,6 +139,29 @@ class Problem:
     def functions(self, params: Sequence[Array], key: Array) -> Iterable[tuple[str, int | None, Callable]]:
         """(name, number of axes of its result or None, batch -> result) of every function the user wrote."""
         return ()
+
+    def _advice(self, name: str, batch: PyTree, error: Exception) -> str:
+        """What went wrong in a function of the user's, and what to do."""
+        if isinstance(error, TypeError) and "positional argument" in str(error):
+            declared = next(k for k in type(self).__mro__ if k.__module__ == __name__ and name in vars(k))
+            arguments = ", ".join(list(inspect.signature(getattr(declared, name)).parameters)[1:])
+            return f"is called as {name}({arguments}): {first_line(error)}."
+        if isinstance(error, jax.errors.TracerBoolConversionError):
+            return (
+                "decides by a Python `if` (or `and`, `or`, `while`) on a number that is known only when the program "
+                "runs; write jnp.where(condition, a, b)."
+            )
+        if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)):
+            return (
+                "makes a plain number or a NumPy array of a value that is known only when the program runs (float(), "
+                "int(), numpy); use jax.numpy throughout."
+            )
+        shapes = jax.tree.map(lambda a: a.shape, batch)
+        return (
+            f"failed on a batch of shapes {shapes} and parameters of shapes "
+            f"{[layout.shapes for layout in self.layouts]}: {first_line(error)}. Do the starting point and the columns "
+            "of the data fit together?"
+        )
 
 
 def first_line(error: Exception) -> str:

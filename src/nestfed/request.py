@@ -26,12 +26,15 @@ class Request:
     seeds: int | Sequence[int] = 1
     rounds: int | None = None
     cohort: int | float | None = None
+    sampling: str = "weights"
     dropout: float = 0.0
     evaluations: int = 100
     output: str | None = None
     privacy: str | None = None
     clip: float | None = None
     noise_multiplier: float | None = None
+    neighbours: str | None = None
+    noise_seed: int | None = None
     delta: float | None = None
     epsilon_budget: float | None = None
     set: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -90,12 +93,19 @@ class Request:
                 f"output={self.output!r} was given; in the task {self.task} clients keep models of their own, and only "
                 "the last one is there: leave output out."
             )
-        return Budget(self.rounds, self.cohort, self.dropout, self.evaluations, self.output, self.guarantee)
+        guarantee = self.guarantee
+        if self.noise_seed is not None and guarantee is None:
+            raise UserError("noise_seed was given without privacy; there is no noise to repeat.")
+        return Budget(
+            self.rounds, self.cohort, self.sampling, self.dropout, self.evaluations, self.output, guarantee,
+            self.noise_seed,
+        )  # fmt: skip
 
     @property
     def guarantee(self) -> Guarantee | None:
         """The differential privacy that was asked for."""
-        given = {name: getattr(self, name) for name in ("clip", "noise_multiplier", "delta", "epsilon_budget")}
+        names = ("clip", "noise_multiplier", "neighbours", "delta", "epsilon_budget")
+        given = {name: getattr(self, name) for name in names}
         kinds: dict[str, type[Guarantee]] = {"local": LocalDP, "central": CentralDP}
         if self.privacy is None:
             said = [name for name, value in given.items() if value is not None]
@@ -110,7 +120,7 @@ class Request:
             )
         return kinds[self.privacy](
             clip=self.clip, noise_multiplier=self.noise_multiplier, budget=self.epsilon_budget,
-            delta=1e-5 if self.delta is None else self.delta,
+            delta=1e-5 if self.delta is None else self.delta, neighbours=self.neighbours or "replace",
         )  # fmt: skip
 
     def changes(self, method: str) -> dict[str, Any]:
@@ -131,8 +141,8 @@ class Request:
         """As a TOML file says it."""
         said = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
         for name in (
-            "rounds", "cohort", "dropout", "evaluations", "output",
-            "privacy", "clip", "noise_multiplier", "delta", "epsilon_budget",
+            "rounds", "cohort", "sampling", "dropout", "evaluations", "output",
+            "privacy", "clip", "noise_multiplier", "neighbours", "noise_seed", "delta", "epsilon_budget",
         ):  # fmt: skip
             if getattr(self, name) != getattr(Request, name):
                 said[name] = getattr(self, name)

@@ -89,7 +89,7 @@ def _about_stages(kind: Kind, traces: Sequence[Trace]) -> list[str]:
 def _privacy(traces: Sequence[Trace]) -> dict[str, Any]:
     """What every method has spent, by its last stage: stages count what was spent before them."""
     spent = {
-        trace.method: stage.spending.summary(stage.done)
+        trace.method: stage.spending.summary(stage.rounds_spent)
         for trace in traces
         for stage in trace.stages[-1:]
         if stage.spending is not None

@@ -39,11 +39,17 @@ class StageTrace:
     minimised: str | None = None  # the metric that it was to make small
     notes: tuple[str, ...] = ()  # what a reader of its numbers must know
     spending: Spending | None = None  # of privacy, with that of the stages before
+    diverged: bool = False
 
     @property
     def done(self) -> int:
         """Rounds: fewer than asked for where it diverged or its privacy budget was spent."""
         return len(self.participants)
+
+    @property
+    def rounds_spent(self) -> int:
+        """Rounds in which clients have answered: one that diverged has no result, but it was one."""
+        return self.done + self.diverged
 
     @property
     def rise(self) -> Rise | None:
@@ -70,7 +76,7 @@ class Trace:
     @property
     def spent(self) -> tuple[tuple[Spending, int], ...]:
         """Of privacy, by all stages so far."""
-        return tuple((stage.spending, stage.done) for stage in self.stages if stage.spending is not None)
+        return tuple((stage.spending, stage.rounds_spent) for stage in self.stages if stage.spending is not None)
 
     def extended(self, stage: StageTrace, left: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
         status = DIVERGED if DIVERGED in (status, self.status) else status
@@ -85,10 +91,12 @@ class Budget:
 
     rounds: int | None = None  # of every stage; None: the kind's number of steps / local_steps
     cohort: int | float | None = None
+    sampling: str = "weights"
     dropout: float = 0.0
     evaluations: int = 100  # about so many in every stage
     output: str | None = None  # which iterate of the last stage counts; None: what the method's paper returns
     privacy: Guarantee | None = None  # its budget is for all stages of a method; those that exchange get equal parts
+    noise_seed: int | None = None  # None: nobody can repeat the noise
 
     def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
         return self.rounds or max(1, kind.steps // algorithm.local_steps)
@@ -108,9 +116,12 @@ class Budget:
             "output": output,
             "select": kind.select if output == "best" else None,
             "cohort": self.cohort,
+            "sampling": self.sampling,
             "dropout": self.dropout,
             "evaluate_every": max(1, rounds // self.evaluations),
             "uploads": () if guarantee is None else guarantee,
+            # Stages never share their noise, not even where it is repeatable.
+            "noise_seed": None if self.noise_seed is None else self.noise_seed * len(stages) + number,
         }
 
 
@@ -156,7 +167,7 @@ def run_method(
         done = StageTrace(
             stage.name, options["rounds"], result.history, result.participants,
             ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], task.minimised,
-            result.notes, result.spending,
+            result.notes, result.spending, status == DIVERGED,
         )  # fmt: skip
         trace = trace.extended(done, kind.left(result.output, result.clients), status, {})
         if status == DIVERGED:
@@ -223,6 +234,7 @@ def sweep_next_stage(
                 passed = StageTrace(
                     stage.name, rounds, history, done.participants[row, column], price, tasks[0].clients,
                     options["output"], tasks[0].minimised, notes, done.spending[row],
+                    bool(done.diverged[row, column] >= 0),
                 )  # fmt: skip
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server

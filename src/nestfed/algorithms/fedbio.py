@@ -33,13 +33,13 @@ Departures
     estimate is made when it first takes part, that of nu in the first round in which anybody does.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from nestfed.core import Algorithm, Local, PowerDecay, Shared, at, setting, struct
-from nestfed.hypergradients import Neumann
+from nestfed.hypergradients import Hypergradient, Neumann
 
 
 @struct
@@ -48,7 +48,7 @@ class FedBiO(Algorithm):
 
     lr: float = setting("eta: step size of x", above=0)
     lower_lr: float = setting("gamma: step size of y", above=0)
-    hypergradient: Any = Neumann()
+    hypergradient: Hypergradient = setting("estimator of Phi", default=Neumann(), part=Hypergradient)
 
     family = "bilevel"
     scope = "local"
@@ -91,7 +91,7 @@ class FedBiOAcc(Algorithm):
     sigma2: float = setting("sigma^2 of the schedule alpha_t", default=1.0, at_least=0)
     c_nu: float = setting("c_nu: forgetting of nu", default=1.0, at_least=0)
     c_omega: float = setting("c_omega: forgetting of omega", default=1.0, at_least=0)
-    hypergradient: Any = Neumann()
+    hypergradient: Hypergradient = setting("estimator of Phi", default=Neumann(), part=Hypergradient)
     average_prev: bool = setting("average the previous point too at a synchronisation", default=True, static=True)
     first_batch_multiplier: int = setting("M: batches of the first estimates", default=1, at_least=1, static=True)
 
@@ -163,10 +163,10 @@ class FedBiOAcc(Algorithm):
         omega, nu = jnp.zeros_like(y), jnp.zeros_like(x)
         extra = self.first_batch_multiplier - 1
         if extra:
-            batches_per_estimate = 4 + getattr(self.hypergradient, "terms", getattr(self.hypergradient, "steps", 0))
+            batches = 1 + self.hypergradient.batches
 
             def add(i, total):
-                own = lambda j: draw(i * batches_per_estimate + j)
+                own = lambda j: draw(i * batches + j)
                 (phi,) = self.hypergradient(problem, [(x, y)], own)
                 return total[0] + problem.grad_lower(x, y, own(0)), total[1] + phi
 

@@ -16,7 +16,9 @@ Why    One exchange instead of a Neumann series of exchanges. Local steps compar
 Ref.   Yang, Xiao and Ji, "SimFBO: towards simple, flexible and communication-efficient federated bilevel learning",
        NeurIPS 2023, Algorithms 1 and 2.
 Departures  Aggregation coefficients are 1. Clients' own numbers of steps come from `Task.local_steps` (at most
-       `local_steps`); with them ShroFBO sends one more number, tau_k.
+       `local_steps`); with them ShroFBO sends one more number, tau_k. With few clients the paper draws them uniformly
+       and weighs them by w_k K / |S|; here a client is drawn as often as its weight says, and all who are there count
+       alike: both means are right on average, this one with less spread.
 """
 
 from typing import NamedTuple

@@ -107,7 +107,7 @@ class Experiment(Trainings):
         cells = [
             train_in_turn(
                 [(facts if math.isnan(value) else facts | {"value": value}, algorithm)], tasks, seeds,
-                uploads=plan.uploads(method, release, value), rounds=about.rounds,
+                uploads=plan.uploads(method, release, value), rounds=about.rounds, noise_seed=0,  # data are public
                 evaluate_every=about.evaluate_every, progress=self.progress,
                 title=f"{TITLES[method]}, {RELEASES[release]}",
             )

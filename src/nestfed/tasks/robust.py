@@ -158,7 +158,7 @@ class RobustSetup(TabularSetup):
             return CVaR(tail=adversary.tail, **common)
         if kind.divergence == "chi-square":
             return ChiSquare(price=adversary.price, **common)
-        # No row can weigh more than all of them together; where clients count alike, rows of small ones weigh more.
+        # Training rows only, of all that a client holds; where clients count alike, rows of small ones weigh more.
         heaviest = np.max(self.train_sizes / self.client_weights(kind.averaging))
         return KL(price=adversary.price, largest_weight=float(heaviest), **common)
 
