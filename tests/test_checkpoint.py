@@ -226,13 +226,12 @@ def test_a_divergence_that_does_not_show_again_is_reported_and_stops_nobody_else
         jnp.ones(seats.slot.size, bool),
     )
     monkeypatch.setattr(sys.modules["nestfed.simulate"], "_watched_step", repeated)
-    with pytest.raises(
-        Diverged, match="diverged in round 0: .* did not show again when the round was repeated"
-    ) as caught:
+    words = "diverged in round 0: .* did not show again when the round was repeated"
+    with pytest.raises(Diverged, match=words) as caught:
         simulate(make("fedavg", lr=1e200, local_steps=3), regression(), rounds=5, progress=False)
     assert (caught.value.round, caught.value.client) == (0, None) and np.isfinite(caught.value.result.server.x).all()
-    code, _, err = call("run", "fairness", "--data", "german", "-a", "fedavg", "-a", "fedprox", "--set", "fedprox.lr=1e30",
-                        "--steps", "20", "--seeds", "2", "--out", "run", "--quiet")  # fmt: skip
+    words = ["run", "fairness", "--data", "german", "-a", "fedavg", "-a", "fedprox", "--set", "fedprox.lr=1e30"]
+    code, _, err = call(*words, "--steps", "20", "--seeds", "2", "--out", "run", "--quiet")
     assert code == 3 and "FedProx diverged in every seed" in err
     final = Record.load(tmp_path / "run").final
     assert (final[final.method == "fedavg"].status == "finished").all() and len(final) == 4
