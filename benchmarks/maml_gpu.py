@@ -32,9 +32,9 @@ import jax
 import numpy as np
 
 import nestfed
-from nestfed.data.omniglot import SIDE, FederatedCharacters
+from nestfed.experiments.maml.data import SIDE, FederatedCharacters
+from nestfed.experiments.maml.task import CONV4, character_task
 from nestfed.models import CNN
-from nestfed.tasks.maml import CONV4, character_task
 
 LOCAL_STEPS, INNER_LR, LR, QUERIES = 10, 0.01, 0.001, 15  # steps so small that nothing diverges on random bytes
 PEAKS = {"float32": ("TF32", 495e12), "bfloat16": ("bfloat16", 989e12)}  # of an H200, dense

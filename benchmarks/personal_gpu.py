@@ -36,9 +36,9 @@ import numpy as np
 from processes import print_table
 
 import nestfed
-from nestfed.data.personal import PersonalImages
+from nestfed.experiments.personal.data import PersonalImages
+from nestfed.experiments.personal.task import COLOUR, GREY, ImageClasses, personal_task
 from nestfed.models import CNN
-from nestfed.tasks.personal import COLOUR, GREY, ImageClasses, personal_task
 
 LR, SERVER_LR, COUPLING, CLIP = 0.01, 0.001, 0.01, 10.0
 

@@ -143,8 +143,8 @@ def nestfed_bilevel() -> Bench:
     import numpy as np
 
     import nestfed
-    from nestfed.hypergradients import Neumann
     from nestfed.problems import Bilevel
+    from nestfed.problems.hypergradients import Neumann
 
     @nestfed.struct
     class GroupWeights(Bilevel):

@@ -23,8 +23,8 @@ from nestfed.problems import (
     Personalised,
     SingleLevel,
 )
-from nestfed.ranking import AveragePrecision
-from nestfed.robust import KL, MeanLoss
+from nestfed.problems.ranking import AveragePrecision
+from nestfed.problems.robust import KL, MeanLoss
 
 FEATURES, BATCH = 3, 4
 INNER = 2  # entries of an inner value

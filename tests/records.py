@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.record import Record
+from nestfed.report.record import Record
 
 GROUPS = ("White", "Black", "Asian-Pac-Islander", "Amer-Indian-Eskimo", "Other")
 METHODS = {"fedavg": "FedAvg", "fedminmax": "FedMinMax", "twostage": "FedFair (two stages)"}

@@ -13,10 +13,10 @@ from nestfed import simulate
 from nestfed.algorithms import make
 from nestfed.cli import app
 from nestfed.data.images import Images
+from nestfed.experiments.auprc.plan import PUBLISHED, TITLES, Experiment, Plan
+from nestfed.experiments.auprc.task import BinaryLosses, ImageScores, deal_ranked, ranked_task, rare_second_half
 from nestfed.models import CNN, Convolution
-from nestfed.reproduce.auprc import PUBLISHED, TITLES, Experiment, Plan
-from nestfed.robust import MeanLoss
-from nestfed.tasks.ranked_images import BinaryLosses, ImageScores, deal_ranked, ranked_task, rare_second_half
+from nestfed.problems.robust import MeanLoss
 
 
 @pytest.fixture

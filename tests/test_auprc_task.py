@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from records import example
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score
 
-from nestfed import workbench
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data import TEST, TRAIN
-from nestfed.ranking import AveragePrecision, ranked
-from nestfed.record import Record
+from nestfed.problems.ranking import AveragePrecision, ranked
 from nestfed.report import figures
 from nestfed.report.page import render
-from nestfed.request import Request
-from nestfed.staged import Budget, make_setups, sweep_method
-from nestfed.tasks import TabularModel
-from nestfed.tasks.auprc import EVERYBODY, MARGIN, Auprc, area_under_curve, average_precision
-from nestfed.tasks.tabular import mean_loss
+from nestfed.report.record import Record
+from nestfed.workbench.request import Request
+from nestfed.workbench.scenarios import TabularModel
+from nestfed.workbench.scenarios.auprc import EVERYBODY, MARGIN, Auprc, area_under_curve, average_precision
+from nestfed.workbench.scenarios.tabular import mean_loss
+from nestfed.workbench.stages import Budget, make_setups, sweep_method
 
 ROOT = Path(__file__).parent.parent
 
@@ -232,7 +231,7 @@ def test_own_banks_in_one_command(call, path, kind, monkeypatch):
     # All of this is in the folder; two runs can be compared, lines and all.
     assert render(record) == page
     shutil.copytree("a", "b")
-    monkeypatch.setattr(workbench, "write_report", lambda record, folder: None)  # figures take seconds
+    monkeypatch.setattr("nestfed.workbench.commands.write_report", lambda record, folder: None)  # figures take seconds
     assert call("compare", "a", "b", "--out", "c")[0] == 0
     titles = {f"{method} ({folder})" for method in record.methods for folder in "ab"}
     assert set(Record.load(Path("c")).lines.method) == titles

@@ -5,7 +5,7 @@ import pytest
 from cases import hyper, regression
 
 from nestfed import UserError, make, simulate, sweep
-from nestfed.tasks import toys
+from nestfed.problems import toys
 
 TASK = regression((4, 4, 4))
 FEDAVG = make("fedavg", lr=0.1)

@@ -17,8 +17,9 @@ from cases import TASKS, regression
 from nestfed import Diverged, Interrupted, make, simulate, struct
 from nestfed.algorithms.fedavg import FedAvg
 from nestfed.algorithms.fedbio import FedBiO
-from nestfed.checkpoint import CheckpointError
-from nestfed.record import Record
+from nestfed.report.record import Record
+from nestfed.verbs import simulation
+from nestfed.verbs.checkpoints import CheckpointError
 
 HERE = Path(__file__).parent
 ALGORITHM = make("scaffold", lr=0.02, local_steps=2)
@@ -225,7 +226,7 @@ def test_a_divergence_that_does_not_show_again_is_reported_and_stops_nobody_else
         states,
         jnp.ones(seats.slot.size, bool),
     )
-    monkeypatch.setattr(sys.modules["nestfed.simulate"], "_watched_step", repeated)
+    monkeypatch.setattr(simulation, "_watched_step", repeated)
     words = "diverged in round 0: .* did not show again when the round was repeated"
     with pytest.raises(Diverged, match=words) as caught:
         simulate(make("fedavg", lr=1e200, local_steps=3), regression(), rounds=5, progress=False)

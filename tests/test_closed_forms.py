@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nestfed import Rows, advance, make, simulate, start, sweep
-from nestfed.hypergradients import Dense, Neumann
-from nestfed.tasks import toys
+from nestfed.problems import toys
+from nestfed.problems.hypergradients import Dense, Neumann
 
 TRACE, LIMIT = 1e-8, 1e-5
 
@@ -166,7 +166,7 @@ def noisy_bilevel(noise: float):
         order = np.random.default_rng(int(A)).permutation(100)
         rows.append((A * still, B * still, c + wave, t + wave[order]))
 
-    from nestfed.core import struct
+    from nestfed.core.settings import struct
 
     @struct
     class Noisy(toys.ScalarBilevel):

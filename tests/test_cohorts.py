@@ -14,12 +14,12 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 from nestfed import make, simulate, sweep
-from nestfed.cohorts import chances_of, choose_cohort, cohort_rule, expected_weight
-from nestfed.core import UserError
-from nestfed.cost import measure
-from nestfed.deploy import deploy
-from nestfed.privacy import CentralDP
-from nestfed.tasks.toys import quadratics
+from nestfed.core.settings import UserError
+from nestfed.engine.cohorts import chances_of, choose_cohort, cohort_rule, expected_weight
+from nestfed.problems.toys import quadratics
+from nestfed.uploads.privacy import CentralDP
+from nestfed.verbs.cost import measure
+from nestfed.verbs.messages import deploy
 
 weights_and_size = st.lists(st.floats(0.01, 100), min_size=3, max_size=9).flatmap(
     lambda weights: st.tuples(st.just(np.asarray(weights)), st.integers(1, len(weights) - 1))
@@ -221,7 +221,8 @@ def test_a_resumed_run_draws_the_same_cohorts(tmp_path):
 def test_the_ledger_counts_gathers_of_cohorts_of_any_size():
     """FastDRO answers everybody with its own weights, FCFL's reply does not grow; a gather of everything does."""
     from nestfed.algorithms.fedavg import FedAvg
-    from nestfed.core import everything, struct
+    from nestfed.core.algorithm import everything
+    from nestfed.core.settings import struct
 
     @struct
     class Gathering(FedAvg):

@@ -15,11 +15,11 @@ from hypothesis.extra.numpy import arrays
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from nestfed import PowerDecay, Rows, Task, UserError, advance, make, simulate, start, struct, worst_case
+from nestfed import PowerDecay, Rows, Task, UserError, advance, make, simulate, start, struct
 from nestfed.algorithms.fastdro import FastDRO
-from nestfed.problems import Compositional, Constrained, SingleLevel
-from nestfed.robust import KL, MeanLoss
-from nestfed.tasks.toys import counterexample
+from nestfed.problems import Compositional, Constrained, SingleLevel, worst_case
+from nestfed.problems.robust import KL, MeanLoss
+from nestfed.problems.toys import counterexample
 
 
 def states(algorithm, task, rounds):

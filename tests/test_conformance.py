@@ -7,8 +7,8 @@ from cases import CASES, TASKS, regression
 from nestfed import ALGORITHMS, struct
 from nestfed.algorithms.fedavg import FedAvg
 from nestfed.algorithms.fedbio import FedBiOAcc
-from nestfed.checks import CHECKS, NonConforming, check_algorithm
-from nestfed.hypergradients import Dense
+from nestfed.problems.hypergradients import Dense
+from nestfed.verbs.conformance import CHECKS, NonConforming, check_algorithm
 
 
 def test_every_registered_algorithm_has_a_case():

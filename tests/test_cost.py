@@ -8,7 +8,7 @@ from cases import BATCH, CASES, TASKS, regression
 
 from nestfed import UserError, make, struct
 from nestfed.algorithms.fedavg import FedAvg
-from nestfed.cost import measure
+from nestfed.verbs.cost import measure
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
 
-from nestfed.reproduce import counterexample, reproduce
+from nestfed.experiments import reproduce
+from nestfed.experiments.counterexample import plan as counterexample
 
 KEPT = Path(__file__).parent.parent / "experiments" / "counterexample"
 LIMIT = 1e-5

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from shared import shared_data
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data import (
     RECIPES,
     TEST,

@@ -8,8 +8,8 @@ from cases import CASES, TASKS, regression
 
 from nestfed import simulate, struct
 from nestfed.algorithms.fedavg import FedAvg
-from nestfed.core import UserError
-from nestfed.deploy import START, Node, ProtocolError, Server, Ticket, without_rows
+from nestfed.core.settings import UserError
+from nestfed.verbs.messages import START, Node, ProtocolError, Server, Ticket, without_rows
 
 RAGGED = (5, 9, 7)
 

@@ -10,11 +10,11 @@ import scipy.special
 from numpy.testing import assert_allclose
 
 from nestfed import Rows, Task, UserError, evaluate, make, simulate, struct
-from nestfed import diagnostics as d
-from nestfed.hypergradients import Dense, Neumann
 from nestfed.problems import Bilevel, Compositional, SingleLevel
-from nestfed.robust import KL, ChiSquare, CVaR
-from nestfed.tasks.toys import Line, counterexample, quadratics, scalar_bilevel
+from nestfed.problems.hypergradients import Dense, Neumann
+from nestfed.problems.robust import KL, ChiSquare, CVaR
+from nestfed.problems.toys import Line, counterexample, quadratics, scalar_bilevel
+from nestfed.verbs import diagnostics as d
 
 SIZES = (2, 5, 3)  # ragged, and not in order of size: results must come back in the order of the clients
 

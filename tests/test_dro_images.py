@@ -11,11 +11,12 @@ import pytest
 
 from nestfed import UserError, make, simulate
 from nestfed.data.images import Images, deal_images
+from nestfed.experiments import cells
+from nestfed.experiments.dro_images import plan as images
+from nestfed.experiments.dro_images.task import ClassLimits, image_losses, image_task
 from nestfed.models import CNN, Convolution
-from nestfed.reproduce import cells, images
-from nestfed.robust import MeanLoss
-from nestfed.tasks.images import ClassLimits, image_losses, image_task
-from nestfed.tasks.toys import quadratics
+from nestfed.problems.robust import MeanLoss
+from nestfed.problems.toys import quadratics
 
 CLASSES = tuple("abcd")
 MODEL = CNN(outputs=4, layers=(Convolution(2, pool=4),))

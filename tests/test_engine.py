@@ -22,7 +22,6 @@ from nestfed import (
     Task,
     UserError,
     advance,
-    engine,
     make,
     setting,
     simulate,
@@ -30,10 +29,11 @@ from nestfed import (
     struct,
     sweep,
 )
-from nestfed.border import make_plan
-from nestfed.cohorts import choose_cohort, cohort_rule
+from nestfed.engine import rounds as engine
+from nestfed.engine.cohorts import choose_cohort, cohort_rule
+from nestfed.engine.options import make_plan
 from nestfed.problems import SingleLevel
-from nestfed.simulate import evaluate
+from nestfed.verbs.simulation import evaluate
 
 RAGGED = (5, 17, 9, 30, 3)
 FEDAVG = make("fedavg", lr=0.05, local_steps=3)
@@ -267,7 +267,7 @@ def test_weights_by_samples_equal_weights_given():
 
 def test_one_client_with_one_step_is_the_centralised_method():
     """FedAvg, FedProx, SCAFFOLD and FedBiO on one client against a few lines of NumPy."""
-    from nestfed.tasks import toys
+    from nestfed.problems import toys
 
     centre, curvature, lr = 2.0, 3.0, 0.1
     x = 0.0
@@ -277,7 +277,7 @@ def test_one_client_with_one_step_is_the_centralised_method():
     for name in ("fedavg", "fedprox", "scaffold", "fedopt"):
         assert float(simulate(make(name, lr=lr), task, rounds=5).server.x[0]) == pytest.approx(x, abs=1e-12)
 
-    from nestfed.hypergradients import Dense
+    from nestfed.problems.hypergradients import Dense
 
     A, B, c, t, rho = 3.0, 1.0, 2.0, 3.0, 0.1
     constants = tuple(jnp.array([v]) for v in (A, B, c, t))

@@ -9,14 +9,16 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import nestfed
-from nestfed.core import Rows, Sample, Task
+from nestfed.core.algorithm import Sample
+from nestfed.core.rows import Rows
+from nestfed.core.task import Task
 from nestfed.data import TRAIN
-from nestfed.hypergradients import Dense
 from nestfed.models import Perceptron
-from nestfed.staged import Budget, best_changes, make_setups, run_method, sweep_method
-from nestfed.tasks import fairness
-from nestfed.tasks.fair_problems import GroupWeights, WeightedRisk, soft_gap
-from nestfed.tasks.fairness import Fairness, rates
+from nestfed.problems.hypergradients import Dense
+from nestfed.workbench.scenarios import fairness
+from nestfed.workbench.scenarios.fair_problems import GroupWeights, WeightedRisk, soft_gap
+from nestfed.workbench.scenarios.fairness import Fairness, rates
+from nestfed.workbench.stages import Budget, best_changes, make_setups, run_method, sweep_method
 
 STEPS = 20
 

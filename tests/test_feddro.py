@@ -12,10 +12,10 @@ from numpy.testing import assert_allclose
 from scipy.optimize import brentq
 
 from nestfed import Diverged, PowerDecay, Rows, Sample, Task, make, simulate, struct, sweep
-from nestfed.cost import measure
 from nestfed.problems import Compositional
-from nestfed.robust import KL
-from nestfed.tasks.toys import Line, counterexample, quadratics
+from nestfed.problems.robust import KL
+from nestfed.problems.toys import Line, counterexample, quadratics
+from nestfed.verbs.cost import measure
 
 TRACE, LIMIT = 1e-8, 1e-5
 LONG = 30_000  # rounds: at a step size of 0.001 the distance to the limit shrinks by e^-0.001 a round

@@ -16,11 +16,11 @@ from numpy.testing import assert_allclose
 
 from nestfed import Rows, Schedule, Task, make, simulate, struct
 from nestfed.algorithms.fedavg import FedAvg
-from nestfed.checkpoint import CheckpointError
-from nestfed.core import UserError, static
-from nestfed.identity import Unidentifiable, identify
+from nestfed.core.identity import Unidentifiable, identify
+from nestfed.core.settings import UserError, static
 from nestfed.problems import SingleLevel
-from nestfed.robust import MeanLoss
+from nestfed.problems.robust import MeanLoss
+from nestfed.verbs.checkpoints import CheckpointError
 
 
 def compiled(source, **names):
@@ -141,8 +141,8 @@ def test_the_same_in_every_process(tmp_path):
 import sys, numpy as np, jax, optax
 import helpers
 from nestfed import make, struct
-from nestfed.core import Schedule
-from nestfed.identity import identify
+from nestfed import Schedule
+from nestfed.core.identity import identify
 from nestfed.problems import SingleLevel
 @struct
 class Own(SingleLevel):

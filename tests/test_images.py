@@ -23,7 +23,7 @@ from PIL import Image
 from scipy.stats import chisquare
 from shared import shared_data
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data import (
     Images,
     channel_statistics,

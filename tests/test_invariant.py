@@ -13,9 +13,10 @@ from numpy.testing import assert_allclose
 from scipy import integrate, stats
 
 from nestfed import Rows, Task, UserError, make, simulate
-from nestfed.core import Sample
-from nestfed.reproduce import cells, invariant, reproduce
-from nestfed.tasks.invariant import (
+from nestfed.core.algorithm import Sample
+from nestfed.experiments import cells, reproduce
+from nestfed.experiments.invariant import plan as invariant
+from nestfed.experiments.invariant.task import (
     InnerMeanDrawn,
     InvariantLogistic,
     MeanOfLosses,

@@ -18,11 +18,11 @@ from numpy.testing import assert_allclose
 from scipy.optimize import brentq, minimize, minimize_scalar
 
 from nestfed import ALGORITHMS, Rows, Task, make, simulate, struct
-from nestfed.cohorts import chances_of, choose_cohort, cohort_rule
-from nestfed.hypergradients import Dense
+from nestfed.engine.cohorts import chances_of, choose_cohort, cohort_rule
 from nestfed.problems import Conditional, Constrained, GaussianEncoder, Minimax, Personalised, SingleLevel
-from nestfed.ranking import AveragePrecision
-from nestfed.tasks.toys import Line, Quadratic, ScalarBilevel
+from nestfed.problems.hypergradients import Dense
+from nestfed.problems.ranking import AveragePrecision
+from nestfed.problems.toys import Line, Quadratic, ScalarBilevel
 
 W = np.array([0.1, 0.2, 0.3, 0.4])
 COHORT, DROPOUT = 2, 0.2

@@ -15,15 +15,22 @@ from PIL import Image
 from shared import shared_data
 
 from nestfed import Rows, Sample, Task, UserError, make, simulate, struct
-from nestfed.cost import measure
-from nestfed.data.omniglot import FederatedCharacters, deal_characters, load_omniglot, read_archive, read_prepared
-from nestfed.meta import MAML
+from nestfed.core.randomness import fold
+from nestfed.experiments import reproduce
+from nestfed.experiments.cells import Cell, kept, load
+from nestfed.experiments.maml import plan as maml
+from nestfed.experiments.maml.data import (
+    FederatedCharacters,
+    deal_characters,
+    load_omniglot,
+    read_archive,
+    read_prepared,
+)
+from nestfed.experiments.maml.task import CONV4, Characters, character_task, sine_task
 from nestfed.models import CNN, Convolution
 from nestfed.problems import Conditional
-from nestfed.randomness import fold
-from nestfed.reproduce import maml, reproduce
-from nestfed.reproduce.cells import Cell, kept, load
-from nestfed.tasks.maml import CONV4, Characters, character_task, sine_task
+from nestfed.problems.maml import MAML
+from nestfed.verbs.cost import measure
 
 
 @struct

@@ -13,14 +13,17 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 from nestfed import make, simulate, struct, sweep
-from nestfed.cohorts import cohort_rule
-from nestfed.core import Rows, Task, UserError
-from nestfed.cost import spending
-from nestfed.deploy import START, Node, ProtocolError, Server, Ticket, deploy
-from nestfed.noise import chacha20_block, fresh_key, key_of_bytes, repeatable_key
-from nestfed.privacy import CentralDP, GaussianNoise, LocalDP, Quantise, Spending
+from nestfed.core.noise import chacha20_block, fresh_key, key_of_bytes, repeatable_key
+from nestfed.core.rows import Rows
+from nestfed.core.settings import UserError
+from nestfed.core.task import Task
+from nestfed.engine.cohorts import cohort_rule
 from nestfed.problems import SingleLevel
-from nestfed.simulate import advance, start
+from nestfed.uploads.privacy import CentralDP, LocalDP, Spending
+from nestfed.uploads.transforms import GaussianNoise, Quantise
+from nestfed.verbs.cost import spending
+from nestfed.verbs.messages import START, Node, ProtocolError, Server, Ticket, deploy
+from nestfed.verbs.simulation import advance, start
 
 SIZE = 2000
 

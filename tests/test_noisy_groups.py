@@ -12,18 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from nestfed.core import UserError
-from nestfed.data import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    Encoder,
-    NoisyGroups,
-    adult_noisy_groups,
-    load,
-    proxy_groups,
-    with_proxies,
-)
+from nestfed.core.settings import UserError
+from nestfed.data import TEST, TRAIN, VALIDATION, Encoder, load
+from nestfed.experiments.dro_fairness.data import NoisyGroups, adult_noisy_groups, proxy_groups, with_proxies
 
 
 @functools.cache

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from nestfed import Sample, Task, UserError, make, simulate
-from nestfed.data import NoisyGroups, proxy_groups
+from nestfed.experiments import reproduce
+from nestfed.experiments.cells import Cell
+from nestfed.experiments.dro_fairness import plan as experiment
+from nestfed.experiments.dro_fairness.data import NoisyGroups, proxy_groups
+from nestfed.experiments.dro_fairness.plan import QUICK, Experiment, Plan, Training
+from nestfed.experiments.dro_fairness.task import EqualOpportunity, noisy_groups_task
 from nestfed.models import Perceptron
-from nestfed.reproduce import noisy_groups as experiment
-from nestfed.reproduce import reproduce
-from nestfed.reproduce.cells import Cell
-from nestfed.reproduce.noisy_groups import QUICK, Experiment, Plan, Training
-from nestfed.tasks.noisy_groups import EqualOpportunity, noisy_groups_task
 
 MODEL, FEATURES, GROUPS = Perceptron(), 4, 3
 KEY = jax.random.key(0)

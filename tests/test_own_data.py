@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data import federate, overview, read_table, summary
 
 ROWS = 24

@@ -16,8 +16,8 @@ from nestfed import Rows, Sample, Task, UserError, advance, make, simulate, star
 from nestfed.algorithms.fedcr import class_from_encoder, divergence, encoder_from_class
 from nestfed.algorithms.fedpac import least_on_simplex
 from nestfed.algorithms.personal_method import clipped
-from nestfed.personal import PersonalTask, adapt, fine_tuned, model_of, predict, spread
 from nestfed.problems import GaussianEncoder, Personalised
+from nestfed.verbs.personalise import PersonalTask, adapt, fine_tuned, model_of, predict, spread
 
 KEY = jax.random.key(0)
 PRESENT = lambda number: st.lists(st.booleans(), min_size=number, max_size=number).filter(any)

@@ -12,14 +12,14 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from nestfed import UserError, make, simulate
-from nestfed.core import Sample
+from nestfed.core.algorithm import Sample
 from nestfed.data import TEST, TRAIN
-from nestfed.privacy import LocalDP
-from nestfed.record import Record
-from nestfed.request import Request
-from nestfed.staged import Budget, make_setups, run_method, sweep_method
-from nestfed.tasks import ClientModels, TabularModel
-from nestfed.tasks.personal_table import METHODS, BinaryClasses, Personal, from_the_start
+from nestfed.report.record import Record
+from nestfed.uploads.privacy import LocalDP
+from nestfed.workbench.request import Request
+from nestfed.workbench.scenarios import ClientModels, TabularModel
+from nestfed.workbench.scenarios.personal import METHODS, BinaryClasses, Personal, from_the_start
+from nestfed.workbench.stages import Budget, make_setups, run_method, sweep_method
 
 NAMES = ("north", "south", "harbour")
 KEY = jax.random.key(0)
@@ -173,7 +173,7 @@ def test_own_hospitals_in_one_command(call, path):
         assert final.loc[method, "test_accuracy"] == pytest.approx(np.mean(own), abs=1e-6)
     with pytest.raises(UserError, match="'harbor'; did you mean 'harbour'"):
         models.of("harbor")
-    with pytest.raises(UserError, match="models of 3 clients; load it by nestfed.tasks.ClientModels"):
+    with pytest.raises(UserError, match="models of 3 clients; load it by nestfed.ClientModels"):
         TabularModel.load("a/models/fedrep-seed0.npz")
     assert "ill" in (Path("a") / "report.html").read_text()
 

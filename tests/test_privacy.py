@@ -18,30 +18,23 @@ from scipy import stats
 
 from nestfed import make, simulate, struct, sweep
 from nestfed.algorithms.fedavg import FedAvg
-from nestfed.checks import NonConforming, check_algorithm
-from nestfed.cohorts import cohort_rule
-from nestfed.core import Algorithm, Rows, Shared, Task, UserError
-from nestfed.cost import measure, spending
-from nestfed.deploy import deploy
-from nestfed.privacy import (
-    CentralDP,
-    Clip,
-    ClipMean,
-    GaussianNoise,
-    LocalDP,
-    Quantise,
-    ServerNoise,
-    Sparsify,
-    joint_norm,
-    transforms_of,
-)
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.rows import Rows
+from nestfed.core.settings import UserError
+from nestfed.core.task import Task
+from nestfed.engine.cohorts import cohort_rule
 from nestfed.problems import SingleLevel
-from nestfed.progress import Progress
-from nestfed.record import Record
-from nestfed.robust import KL
-from nestfed.staged import Budget, StageTrace, Trace
-from nestfed.tasks.fairness import Fairness
-from nestfed.tasks.toys import quadratics
+from nestfed.problems.robust import KL
+from nestfed.problems.toys import quadratics
+from nestfed.report.record import Record
+from nestfed.uploads.privacy import CentralDP, LocalDP, transforms_of
+from nestfed.uploads.transforms import Clip, ClipMean, GaussianNoise, Quantise, ServerNoise, Sparsify, joint_norm
+from nestfed.verbs.conformance import NonConforming, check_algorithm
+from nestfed.verbs.cost import measure, spending
+from nestfed.verbs.messages import deploy
+from nestfed.verbs.progress import Progress
+from nestfed.workbench.scenarios.fairness import Fairness
+from nestfed.workbench.stages import Budget, StageTrace, Trace
 
 KEY = jax.random.key(3)
 vectors = st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=6, max_size=6).map(np.array)

@@ -20,18 +20,18 @@ from jax.flatten_util import ravel_pytree
 from numpy.testing import assert_allclose, assert_array_equal
 
 from nestfed import Rows, Sample, Task, UserError, make, simulate, struct
-from nestfed.adapters import (
+from nestfed.algorithms.fedavg import FedAvg
+from nestfed.core.rows import Layout
+from nestfed.problems import Bilevel, Compositional, Conditional, Constrained, Minimax, Personalised, SingleLevel
+from nestfed.problems.adapters import (
     CompositionAsBilevel,
     LocalCompositionAsConditional,
     MinimaxAsBilevel,
     NaiveComposition,
     SingleAsConditional,
 )
-from nestfed.algorithms.fedavg import FedAvg
-from nestfed.core import Layout
-from nestfed.hypergradients import ConjugateGradient, Dense, LinearSystem, Neumann, RandomTruncation
-from nestfed.problems import Bilevel, Compositional, Conditional, Constrained, Minimax, Personalised, SingleLevel
-from nestfed.tasks.toys import Line, counterexample, scalar_bilevel
+from nestfed.problems.hypergradients import ConjugateGradient, Dense, LinearSystem, Neumann, RandomTruncation
+from nestfed.problems.toys import Line, counterexample, scalar_bilevel
 
 KEY, OTHER_KEY = jax.random.split(jax.random.key(0))
 
@@ -1445,7 +1445,7 @@ def test_precision_that_is_lost_is_told():
 import warnings
 import numpy as np
 from nestfed import Rows
-from nestfed.core import UserError
+from nestfed import UserError
 def said(*columns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

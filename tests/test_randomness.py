@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestfed.randomness import _high_product, fold, fold_pair, priorities, random_indices, random_words
+from nestfed.core.randomness import _high_product, fold, fold_pair, priorities, random_indices, random_words
 
 KEY = jax.random.key(7)
 words = st.integers(0, 2**32 - 1)

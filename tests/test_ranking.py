@@ -10,8 +10,8 @@ import pytest
 from cases import TASKS
 
 from nestfed import Rows, Task, UserError, make, simulate, struct
-from nestfed.core import Fed, Sample
-from nestfed.ranking import AreaUnderRoc, AveragePrecision, RankingBatch
+from nestfed.core.algorithm import Fed, Sample
+from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision, RankingBatch
 
 KEY = jax.random.key(0)
 

@@ -17,9 +17,9 @@ from matplotlib.colors import to_hex
 from records import METHODS, example
 from scipy import stats
 
-from nestfed.core import UserError
-from nestfed.record import Record
+from nestfed.core.settings import UserError
 from nestfed.report import figures, page, statistics, style, tables, write_report
+from nestfed.report.record import Record
 
 HOSTILE = ("<script>alert(1)</script>", "A & B", "Müller 中文", "$x_1$ \\frac 100%", "\"quote'|pipe", "</script>")
 

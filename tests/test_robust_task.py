@@ -19,15 +19,15 @@ from sklearn.metrics import roc_auc_score
 
 import nestfed
 from nestfed import make, simulate
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data import TEST, TRAIN, VALIDATION, federate, read_table
-from nestfed.history import rise_of
-from nestfed.record import Record
-from nestfed.request import Request
-from nestfed.staged import Budget, best_changes, make_setups, sweep_method
-from nestfed.tasks import TabularModel
-from nestfed.tasks.robust import Divergence, Pool, Robust, measures, robust_loss
-from nestfed.tasks.toys import quadratics
+from nestfed.problems.toys import quadratics
+from nestfed.report.record import Record
+from nestfed.verbs.history import rise_of
+from nestfed.workbench.request import Request
+from nestfed.workbench.scenarios import TabularModel
+from nestfed.workbench.scenarios.robust import Divergence, Pool, Robust, measures, robust_loss
+from nestfed.workbench.stages import Budget, best_changes, make_setups, sweep_method
 
 PENALTY = 1e-3
 

@@ -18,10 +18,10 @@ from hypothesis.extra.numpy import arrays
 from numpy.testing import assert_allclose
 
 from nestfed import Rows, Sample, Task, make, simulate
-from nestfed.deploy import deploy
-from nestfed.program import weighted_mean
-from nestfed.robust import KL, ChiSquare, CVaR, MeanLoss
-from nestfed.scaled import LOWEST, Scaled, masked_sum
+from nestfed.core.scaled import LOWEST, Scaled, masked_sum
+from nestfed.engine.steps import weighted_mean
+from nestfed.problems.robust import KL, ChiSquare, CVaR, MeanLoss
+from nestfed.verbs.messages import deploy
 
 values = arrays(np.float64, 3, elements=st.floats(-10, 10, allow_subnormal=False))
 pairs = st.tuples(st.floats(-300, 300), values)
@@ -367,7 +367,7 @@ def test_estimates_stay_numbers_in_single_precision():
     code = """
 import jax.numpy as jnp, numpy as np
 from nestfed import Rows, Task, make, sweep
-from nestfed.robust import KL
+from nestfed.problems.robust import KL
 def data(seed):
     random = np.random.default_rng(seed)
     return random.normal(size=(4, 8, 3)).astype("float32"), random.normal(size=(4, 8)).astype("float32")

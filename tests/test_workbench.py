@@ -18,11 +18,11 @@ from sklearn.metrics import roc_auc_score
 
 import nestfed
 from nestfed import cli, workbench
-from nestfed.methods import Kind
-from nestfed.record import Record
-from nestfed.request import Request
-from nestfed.tasks.fairness import Fairness
-from nestfed.tasks.tabular import TabularModel, area_under_roc
+from nestfed.report.record import Record
+from nestfed.workbench.request import Request
+from nestfed.workbench.scenario import Kind
+from nestfed.workbench.scenarios.fairness import Fairness
+from nestfed.workbench.scenarios.tabular import TabularModel, area_under_roc
 
 BYTES = jnp.zeros(()).dtype.itemsize  # of a number
 SMALL = {"data": "german", "steps": 20, "evaluations": 4}

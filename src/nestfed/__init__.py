@@ -1,97 +1,10 @@
-"""nestfed: federated learning with nested objectives."""
+"""nestfed: federated learning with nested objectives.
 
-from nestfed import (
-    adapters,
-    checks,
-    cost,
-    data,
-    deploy,
-    diagnostics,
-    hypergradients,
-    models,
-    personal,
-    privacy,
-    problems,
-    robust,
-    tasks,
-    workbench,
-)
-from nestfed.algorithms import ALGORITHMS, make
-from nestfed.core import (
-    Algorithm,
-    ClientRows,
-    Fed,
-    Local,
-    PowerDecay,
-    Rows,
-    Sample,
-    Schedule,
-    Scratch,
-    Server,
-    Shared,
-    StepDecay,
-    Task,
-    UserError,
-    at,
-    setting,
-    static,
-    struct,
-)
-from nestfed.engine import Run
-from nestfed.scaled import Scaled
-from nestfed.simulate import Diverged, Interrupted, Result, advance, evaluate, simulate, start
-from nestfed.sweep import Sweep, sweep
-from nestfed.workbench import Study, compare, run
+The public names are in the stub beside this file; each is loaded when it is first used.
+"""
+
+import lazy_loader
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "adapters",
-    "checks",
-    "cost",
-    "data",
-    "deploy",
-    "diagnostics",
-    "hypergradients",
-    "models",
-    "personal",
-    "privacy",
-    "problems",
-    "robust",
-    "tasks",
-    "workbench",
-    "ALGORITHMS",
-    "Algorithm",
-    "ClientRows",
-    "Diverged",
-    "Fed",
-    "Interrupted",
-    "Local",
-    "PowerDecay",
-    "Result",
-    "Rows",
-    "Run",
-    "Sample",
-    "Scaled",
-    "Schedule",
-    "Scratch",
-    "Server",
-    "Shared",
-    "StepDecay",
-    "Study",
-    "Sweep",
-    "Task",
-    "UserError",
-    "advance",
-    "at",
-    "compare",
-    "evaluate",
-    "make",
-    "run",
-    "setting",
-    "simulate",
-    "start",
-    "static",
-    "struct",
-    "sweep",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nestfed.core import UserError
-from nestfed.request import flat, read_settings
+from nestfed.core.settings import UserError
+from nestfed.workbench.request import flat, read_settings
 
 app = typer.Typer(
     add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -133,8 +133,8 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Train fair classifiers on the bundled Adult data, three clients: FedAvg, FedBiO and FedBiOAcc."""
-    from nestfed.demo import SETTINGS
-    from nestfed.workbench import fresh
+    from nestfed.workbench.commands import fresh
+    from nestfed.workbench.demo import SETTINGS
 
     _run({**SETTINGS}, out=fresh(out), resume=False, json_=json_, quiet=quiet)
 
@@ -147,7 +147,7 @@ def list_(
     """Show algorithms, tasks or data sets, the methods of one task, or the settings of one algorithm."""
     from nestfed.algorithms import ALGORITHMS, find
     from nestfed.data import describe
-    from nestfed.tasks import TASKS
+    from nestfed.workbench.scenarios import TASKS
 
     if what == "algorithms":
         inner = {"bilevel": "lower level", "compositional": "inner function"}
@@ -276,7 +276,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Repeat a paper's experiment and put the numbers beside the paper's."""
-    from nestfed.reproduce import reproduce as repeat
+    from nestfed.experiments import reproduce as repeat
 
     page = str(repeat(experiment, out=out, quick=quick, resume=resume, progress=False if quiet or json_ else None))
     _print_json({"page": page}) if json_ else typer.echo(page)
@@ -413,7 +413,7 @@ def _print_json(value: Any) -> None:
 
 def main() -> None:
     """Bad input is one line on standard error and an exit code, never a traceback."""
-    from nestfed.staged import AllDiverged
+    from nestfed.workbench.stages import AllDiverged
 
     try:
         app()

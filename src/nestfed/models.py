@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core import Array, PyTree, UserError, closest
+from nestfed.core.settings import UserError, closest
+from nestfed.core.types import Array, PyTree
 
 # ------------------------------------------------------------------------------------------------- pieces
 

@@ -31,7 +31,8 @@ from nestfed.algorithms.scaffold import Scaffold
 from nestfed.algorithms.scgd import SCGD
 from nestfed.algorithms.simfbo import ShroFBO, SimFBO
 from nestfed.algorithms.soap import SOAP
-from nestfed.core import Algorithm, UserError, closest, validate
+from nestfed.core.algorithm import Algorithm
+from nestfed.core.settings import UserError, closest, validate
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core import Algorithm, Shared, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, struct
 
 
 @struct

@@ -33,7 +33,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nestfed.core import Algorithm, Local, Shared, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Local, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, struct
 
 
 @struct

@@ -21,7 +21,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from nestfed.algorithms.personal_method import PersonalMethod
-from nestfed.core import Local, Shared, at, setting, struct
+from nestfed.core.algorithm import Local, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, struct
 
 
 @struct

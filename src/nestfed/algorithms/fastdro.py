@@ -34,9 +34,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core import Algorithm, Shared, UserError, at, setting, struct
-from nestfed.randomness import random_words
-from nestfed.worst_case import chi_square, chi_square_ball, cvar, kl_cvar
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.randomness import random_words
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
+from nestfed.problems.worst_case import chi_square, chi_square_ball, cvar, kl_cvar
 
 GEOMETRIES = ("chi-square-penalty", "chi-square-ball", "cvar", "kl-cvar")
 

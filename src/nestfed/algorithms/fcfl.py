@@ -35,7 +35,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import lu_factor, lu_solve
 
-from nestfed.core import Algorithm, Array, Server, Shared, UserError, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Server, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.types import Array
 
 NEWTON_STEPS = (
     30  # measured, 900 programs of 1 to 21 gradients, degenerate ones included: from 25 on rounding is reached

@@ -16,7 +16,9 @@ Departures  Local work is counted in steps, not in epochs; FedProx's inexact sol
 
 from typing import NamedTuple
 
-from nestfed.core import Algorithm, Shared, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, struct
 
 
 @struct

@@ -20,7 +20,9 @@ Departures
 
 from typing import NamedTuple
 
-from nestfed.core import Algorithm, Shared, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, struct
 
 
 @struct

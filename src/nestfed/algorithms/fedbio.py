@@ -38,8 +38,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core import Algorithm, Local, PowerDecay, Shared, at, setting, struct
-from nestfed.hypergradients import Hypergradient, Neumann
+from nestfed.core.algorithm import Algorithm, Local, Shared
+from nestfed.core.schedules import PowerDecay, at
+from nestfed.core.settings import setting, struct
+from nestfed.problems.hypergradients import Hypergradient, Neumann
 
 
 @struct

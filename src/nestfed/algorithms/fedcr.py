@@ -31,7 +31,9 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from nestfed.algorithms.personal_method import PersonalMethod, class_count
-from nestfed.core import Local, Sample, Shared, UserError, at, setting, struct
+from nestfed.core.algorithm import Local, Sample, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
 from nestfed.problems import GaussianEncoder
 
 SMALLEST_DEVIATION = 1e-4

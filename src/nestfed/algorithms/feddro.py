@@ -35,7 +35,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from nestfed.core import Algorithm, Local, Server, Shared, at, setting, static, struct
+from nestfed.core.algorithm import Algorithm, Local, Server, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, static, struct
 
 
 @struct

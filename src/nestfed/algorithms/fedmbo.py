@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax.random import fold_in, randint, uniform
 
 from nestfed.algorithms.fednest import FedNest
-from nestfed.core import at, struct
+from nestfed.core.schedules import at
+from nestfed.core.settings import struct
 
 
 @struct

@@ -27,7 +27,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from optax.projections import projection_simplex
 
-from nestfed.core import Algorithm, Server, Shared, UserError, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Server, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
 
 
 @struct

@@ -26,8 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.random import randint
 
-from nestfed.core import Algorithm, Scratch, Shared, at, setting, struct
-from nestfed.hypergradients import Neumann, RandomTruncation
+from nestfed.core.algorithm import Algorithm, Scratch, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, struct
+from nestfed.problems.hypergradients import Neumann, RandomTruncation
 
 
 @struct

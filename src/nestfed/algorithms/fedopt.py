@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import optax
 
 from nestfed.algorithms.fedavg import FedAvg
-from nestfed.core import Server, Shared, setting, static, struct
+from nestfed.core.algorithm import Server, Shared
+from nestfed.core.settings import setting, static, struct
 
 
 @struct

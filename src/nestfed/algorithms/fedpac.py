@@ -39,7 +39,9 @@ from jax.tree_util import Partial
 
 from nestfed.algorithms.fcfl import reach
 from nestfed.algorithms.personal_method import HeadThenBody, class_count
-from nestfed.core import Array, Local, Sample, Scratch, Shared, setting, struct
+from nestfed.core.algorithm import Local, Sample, Scratch, Shared
+from nestfed.core.settings import setting, struct
+from nestfed.core.types import Array
 
 INTERIOR_STEPS = 40  # measured, programs of 50 clients: the conditions of a minimum hold to rounding
 DROPPED = 1e-6  # of the largest eigenvalue: what a dropped one becomes, so that the best weights are unique

@@ -34,7 +34,9 @@ import jax.numpy as jnp
 import optax
 
 from nestfed.algorithms.personal_method import HeadThenBody, clipped
-from nestfed.core import Local, Sample, Scratch, Server, Shared, at, setting, static, struct
+from nestfed.core.algorithm import Local, Sample, Scratch, Server, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, static, struct
 
 
 @struct

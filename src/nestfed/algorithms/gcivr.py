@@ -28,8 +28,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from nestfed.core import Algorithm, Sample, Scratch, Server, Shared, UserError, at, setting, struct
-from nestfed.scaled import is_scaled
+from nestfed.core.algorithm import Algorithm, Sample, Scratch, Server, Shared
+from nestfed.core.scaled import is_scaled
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
 
 
 @struct

@@ -23,7 +23,9 @@ Departures
 
 from typing import NamedTuple
 
-from nestfed.core import Algorithm, Shared, UserError, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
 
 
 @struct

@@ -24,8 +24,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nestfed.core import Algorithm, Shared, at, setting, struct
-from nestfed.randomness import random_indices
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.randomness import random_indices
+from nestfed.core.schedules import at
+from nestfed.core.settings import setting, struct
 
 
 @struct

@@ -7,7 +7,9 @@ parts) that it moves; how often that happened is counted.
 import jax
 import jax.numpy as jnp
 
-from nestfed.core import Algorithm, UserError, at, setting, struct
+from nestfed.core.algorithm import Algorithm
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
 
 
 def clipped(parts, limit):

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from nestfed.core import Algorithm, Local, Shared, setting, struct
+from nestfed.core.algorithm import Algorithm, Local, Shared
+from nestfed.core.settings import setting, struct
 
 
 @struct

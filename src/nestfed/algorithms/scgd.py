@@ -19,7 +19,9 @@ Departures
 
 from typing import NamedTuple
 
-from nestfed.core import Algorithm, PowerDecay, Shared, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.schedules import PowerDecay, at
+from nestfed.core.settings import setting, struct
 
 
 @struct

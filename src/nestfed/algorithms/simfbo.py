@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from nestfed.core import Algorithm, Scratch, Shared, setting, struct
+from nestfed.core.algorithm import Algorithm, Scratch, Shared
+from nestfed.core.settings import setting, struct
 
 
 @struct

@@ -26,7 +26,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from nestfed.core import Algorithm, Local, Shared, UserError, at, setting, struct
+from nestfed.core.algorithm import Algorithm, Local, Shared
+from nestfed.core.schedules import at
+from nestfed.core.settings import UserError, setting, struct
 
 
 @struct

@@ -13,7 +13,6 @@ from nestfed.data.images import (
     random_crop_flip,
     shorten_first_half,
 )
-from nestfed.data.noisy_groups import NoisyGroups, adult_noisy_groups, proxy_groups, with_proxies
 from nestfed.data.partition import (
     PARTS,
     TEST,
@@ -44,9 +43,7 @@ __all__ = [
     "Federated",
     "FederatedImages",
     "Images",
-    "NoisyGroups",
     "Table",
-    "adult_noisy_groups",
     "assign",
     "balanced_validation",
     "by_column",
@@ -64,12 +61,10 @@ __all__ = [
     "load_images",
     "normalise",
     "overview",
-    "proxy_groups",
     "random_crop_flip",
     "read_table",
     "shards",
     "shorten_first_half",
     "split_by_group",
     "summary",
-    "with_proxies",
 ]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data.table import Column, categories, columns_of, is_number, nearest, to_number
 
 RECIPES = ("standard", "minimax-fair", "minimax-fair-raw", "minimax-fair-slip", "bucketed")

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pandas as pd
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data import partition as rules
 from nestfed.data.features import Encoder
 from nestfed.data.partition import TEST, TRAIN, VALIDATION

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 
 REMEDY = "Nothing was changed: replace or remove it, or set NESTFED_DATA to a folder with the official file."
 

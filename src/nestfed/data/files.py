@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow
 import pyarrow.parquet
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data.partition import by_column
 from nestfed.data.table import Column, Table, check_column, columns_of, equals, is_number, listing, to_number
 

@@ -23,12 +23,14 @@ import numpy as np
 import pandas as pd
 from jax import lax
 
-from nestfed.core import Array, Rows, UserError
+from nestfed.core.randomness import random_indices
+from nestfed.core.rows import Rows
+from nestfed.core.settings import UserError
+from nestfed.core.types import Array
 from nestfed.data import partition as rules
 from nestfed.data.fetch import REMEDY, Official, first_line, obtain
 from nestfed.data.partition import TRAIN
 from nestfed.data.table import nearest
-from nestfed.randomness import random_indices
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FASHION_CLASSES = (

@@ -13,7 +13,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data.table import Column, categories, listing, nearest
 
 TRAIN, VALIDATION, TEST = 0, 1, 2

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.core import UserError
+from nestfed.core.settings import UserError
 from nestfed.data.fetch import REMEDY, Official, first_line, obtain
 from nestfed.data.table import Table, nearest
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from nestfed.core import UserError, closest
+from nestfed.core.settings import UserError, closest
 
 Column = Any  # pd.Series; pandas is typed too loosely for a checker
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from nestfed.record import Record
 from nestfed.report import figures, page, tables
+from nestfed.report.record import Record
 
 
 def write_report(record: Record, folder: Path) -> Path:

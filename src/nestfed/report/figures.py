@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from nestfed.core import UserError
-from nestfed.record import Metric, Record
+from nestfed.core.settings import UserError
 from nestfed.report import statistics
+from nestfed.report.record import Metric, Record
 from nestfed.report.style import Look, file_name, looks, title_of
 
 INK, MUTED, LINE = "#1D2329", "#5C6670", "#E3E6E9"

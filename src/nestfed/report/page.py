@@ -17,9 +17,9 @@ import tomli_w
 from markupsafe import Markup
 
 from nestfed.data.partition import GROUP_COLOURS
-from nestfed.record import Metric, Record
 from nestfed.report import statistics, tables
 from nestfed.report.figures import AXES, looks_of, metric_title
+from nestfed.report.record import Metric, Record
 from nestfed.report.style import duration, numbers, spread, title_of
 
 POINTS = 400  # of a line, at most

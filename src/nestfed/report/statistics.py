@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes a second to import
 
-from nestfed.core import UserError
-from nestfed.record import Metric, Record
+from nestfed.core.settings import UserError
+from nestfed.report.record import Metric, Record
 
 CONFIDENCE = 0.95
 STATISTICS = ("mean", "std", "n", "difference", "low", "high", "p", "pairs")

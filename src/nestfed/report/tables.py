@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from nestfed.record import Record
 from nestfed.report import statistics
+from nestfed.report.record import Record
 from nestfed.report.style import amount, file_name, number, numbers, spread, title_of
 
 NAMES = (  # columns of words

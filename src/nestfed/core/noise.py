@@ -1,0 +1,125 @@
+"""Keys of noise: nobody who sees uploads may guess them, and no two uploads may share one.
+
+The run's seed is no secret: it stands in the settings, and every party of a deployment has it. Noise that protects
+somebody is therefore drawn from 256 bits of the operating system's entropy by ChaCha20 (RFC 8439), a cipher, registered
+here as one of JAX's generators: `jax.random.normal` and `fold_in` take its keys as they take any other.
+"""
+
+import hashlib
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import define_prng_impl
+
+from nestfed.core.settings import UserError
+from nestfed.core.types import Array
+
+KEY_WORDS = 8  # 256 bits
+LEAST_SECRET_BYTES = 16
+
+_CONSTANTS = np.frombuffer(b"expand 32-byte k", np.uint32)
+# The first word of a nonce says what a block is for, so that no two uses of a key see the same block.
+_STREAM, _FOLD, _SPLIT = 0, 1, 2
+
+
+def fresh_key() -> Array:
+    """A key that nobody knows and nobody can repeat."""
+    return key_of_bytes(os.urandom(4 * KEY_WORDS))
+
+
+def repeatable_key(noise_seed: Any, run: Array) -> Array:
+    """The key of a number and of a run's own key, for tests and public data: whoever knows them can take the noise off
+    again."""
+    if isinstance(noise_seed, bool) or not isinstance(noise_seed, (int, np.integer)):
+        raise UserError(f"noise_seed={noise_seed!r} was given; it must be a whole number, or None for fresh noise.")
+    numbers = [int(noise_seed), *np.asarray(jax.random.key_data(run)).tolist()]
+    return key_of_bytes(hashlib.sha256(f"nestfed noise {numbers}".encode()).digest())
+
+
+def noise_key(noise_seed: Any, run: Array) -> Array:
+    """The key of a run's noise: a fresh one, unless the user asks for noise that can be repeated."""
+    return fresh_key() if noise_seed is None else repeatable_key(noise_seed, run)
+
+
+def check_secret(secret: Any) -> bytes:
+    """A party's secret: bytes that cannot be guessed."""
+    if not isinstance(secret, (bytes, bytearray)) or len(secret) < LEAST_SECRET_BYTES:
+        given = f"{len(secret)} bytes" if isinstance(secret, (bytes, bytearray)) else f"a {type(secret).__name__}"
+        raise UserError(
+            f"secret={given} was given; it must be at least {LEAST_SECRET_BYTES} random bytes, made once by "
+            "secrets.token_bytes(32) and kept where nobody else can read it."
+        )
+    return bytes(secret)
+
+
+def key_of_bytes(content: bytes) -> Array:
+    """32 bytes as a key."""
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(content, np.uint32)), impl=CHACHA20)
+
+
+# ------------------------------------------------------------------------------------------------- the generator
+
+
+def chacha20_block(key: Array, counter: Array, nonce: Array) -> Array:
+    """The 16 words of a block for every counter, [..., 16]; key [8], nonce [3]."""
+    counter = jnp.asarray(counter, "uint32")
+    everywhere = lambda word: jnp.broadcast_to(jnp.asarray(word, "uint32"), counter.shape)
+    start = [everywhere(word) for word in (*_CONSTANTS, *key)] + [counter] + [everywhere(word) for word in nonce]
+
+    def quarter_round(state, a, b, c, d):
+        for into, other, along, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            state[into] = state[into] + state[other]
+            mixed = state[along] ^ state[into]
+            state[along] = (mixed << jnp.uint32(bits)) | (mixed >> jnp.uint32(32 - bits))
+
+    def double_round(_, state):
+        state = list(state)
+        for i in range(4):  # columns
+            quarter_round(state, i, 4 + i, 8 + i, 12 + i)
+        for i in range(4):  # diagonals
+            quarter_round(state, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
+        return tuple(state)
+
+    mixed = lax.fori_loop(0, 10, double_round, tuple(start))
+    return jnp.stack([a + b for a, b in zip(mixed, start, strict=True)], axis=-1)
+
+
+def _derived(key: Array, purpose: int, number: Array) -> Array:
+    nonce = [jnp.uint32(purpose), jnp.asarray(number, "uint32"), jnp.uint32(0)]
+    return chacha20_block(key, jnp.uint32(0), nonce)[:KEY_WORDS]
+
+
+def _fold_in(key: Array, number: Array) -> Array:
+    return _derived(key, _FOLD, number)
+
+
+def _split(key: Array, shape: tuple[int, ...]) -> Array:
+    numbers = jnp.arange(int(np.prod(shape)), dtype="uint32")
+    return jax.vmap(lambda i: _derived(key, _SPLIT, i))(numbers).reshape(*shape, KEY_WORDS)
+
+
+def _seed(seed: Array) -> Array:
+    return jnp.zeros(KEY_WORDS, "uint32").at[0].set(jnp.asarray(seed, "uint32"))
+
+
+def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
+    count = int(np.prod(shape))
+    words = -(-count * width // 32)
+    nonce = [jnp.uint32(_STREAM), jnp.uint32(0), jnp.uint32(0)]
+    blocks = chacha20_block(key, jnp.arange(-(-words // 16), dtype="uint32"), nonce)
+    stream = blocks.reshape(-1)[:words]
+    if width == 64:
+        return lax.bitcast_convert_type(stream.reshape(-1, 2), "uint64").reshape(shape)
+    if width < 32:
+        stream = lax.bitcast_convert_type(stream, f"uint{width}").reshape(-1)[:count]
+    return stream.reshape(shape)
+
+
+CHACHA20: Any = define_prng_impl(
+    key_shape=(KEY_WORDS,), seed=_seed, split=_split, random_bits=_random_bits, fold_in=_fold_in, name="chacha20",
+    tag="cha",
+)  # fmt: skip

@@ -1,0 +1,120 @@
+"""A task: a problem with data, a starting point and weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nestfed.core.algorithm import Fed
+from nestfed.core.rows import ClientRows, Rows, whole_numbers
+from nestfed.core.settings import UserError, static, struct, validate
+from nestfed.core.types import Array, PyTree
+
+
+@struct
+class Task:
+    """A problem with data, a starting point and weights. Make one with `create`; subclass to add metrics.
+
+    `params` are flat vectors, one per variable of the problem (`Problem.variables`); the user's own parameter trees
+    were flattened by `create`, and the problem's functions see them as trees again.
+    """
+
+    problem: Any
+    data: Rows
+    params: tuple[Array, ...]
+    weights: Array  # [clients]; a client of weight zero takes part in nothing
+    local_steps: Array | None = None  # [clients]: own numbers of local steps, for algorithms that allow it
+    batch_size: int = static(default=1)
+
+    @classmethod
+    def create(
+        cls,
+        problem: Any,
+        data: Rows,
+        params: PyTree,
+        *,
+        weights: Any = "uniform",
+        batch_size: int = 1,
+        local_steps: Sequence[int] | None = None,
+        **fields: Any,
+    ):
+        """Check everything once, flatten the starting point, and return the task.
+
+        `params` is the tree of the only variable, or a tuple with one tree per variable of the problem.
+        `weights` is "uniform", "samples" (by numbers of rows) or one number per client.
+        """
+        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+            raise UserError(f"batch_size={batch_size!r} was given; it must be a whole number, 1 or more.")
+        if isinstance(problem, type) or not hasattr(problem, "bind"):
+            given = f"the class {problem.__name__}" if isinstance(problem, type) else f"a {type(problem).__name__}"
+            raise UserError(
+                f"{given} was given as the problem; give an object of a class of nestfed.problems, such as "
+                f"{problem.__name__ if isinstance(problem, type) else 'MyProblem'}()."
+            )
+        if not isinstance(data, Rows):
+            raise UserError(
+                f"data of type {type(data).__name__} were given; make them with Rows.from_clients or from_table."
+            )
+        problem, flat = problem.bind(params)
+        of_clients = _weights(weights, data)
+        task = cls(
+            problem=problem.fitted(data, of_clients),
+            data=data,
+            params=flat,
+            weights=of_clients,
+            batch_size=int(batch_size),
+            local_steps=None if local_steps is None else _local_steps(local_steps, data),
+            **fields,
+        )
+        validate(task.problem)
+        task.problem.check(task)
+        return task
+
+    @property
+    def clients(self) -> int:
+        return self.data.clients
+
+    @property
+    def minimised(self) -> str | None:
+        """The recorded metric that training makes small, where there is one: a run says so if it ends above its start.
+        The default is the problem's own."""
+        return self.problem.minimised
+
+    def start(self, data: ClientRows) -> tuple[Array, ...]:
+        """Where this client starts. Override it to give clients starting points of their own, from their constants."""
+        return self.params
+
+    def training(self, data: ClientRows) -> ClientRows:
+        """The rows that a client trains on, of all that it holds: what an algorithm may pass over (`fed.rows`)."""
+        return data
+
+    def sample(self, data: ClientRows, key: Array) -> PyTree:
+        """One batch of one client's data."""
+        return self.problem.sample(data, key, self.batch_size)
+
+    def metrics(self, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
+        """What a run records, again as a client program; the default is the problem's objective over all rows."""
+        return self.problem.metrics(server, client, data, fed)
+
+
+def _weights(weights: Any, data: Rows) -> np.ndarray:
+    if isinstance(weights, str):
+        if weights not in ("uniform", "samples"):
+            raise UserError(f"weights={weights!r} was given; use 'uniform', 'samples' or one number per client.")
+        raw = np.ones(data.clients) if weights == "uniform" else np.asarray(data.sizes, float)
+    else:
+        raw = np.asarray(weights, float)
+    if raw.shape != (data.clients,):
+        raise UserError(f"weights of shape {raw.shape} were given for {data.clients} clients; give one per client.")
+    if not np.isfinite(raw).all() or (raw < 0).any() or raw.sum() == 0:
+        raise UserError(f"weights={raw.tolist()} must be finite, not negative, and not all zero.")
+    return raw / raw.sum()
+
+
+def _local_steps(steps: Any, data: Rows) -> np.ndarray:
+    chosen = whole_numbers(steps, data.clients)
+    if chosen is None or (chosen < 1).any():
+        raise UserError(
+            f"local_steps={steps!r} must be one whole number, 1 or more, for each of {data.clients} clients."
+        )
+    return chosen

@@ -1,0 +1,1 @@
+"""The engine of simulation: how a round is laid out, compiled and run."""

@@ -1,0 +1,99 @@
+"""Images of two kinds, the rare one first: binary labels from classes, scores of a network, exact average precision.
+
+Clients hold training images; validation and test images are nobody's and lie with the task.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from nestfed.core.rows import Rows
+from nestfed.core.settings import static, struct
+from nestfed.core.task import Task
+from nestfed.core.types import Array, PyTree
+from nestfed.data.images import FederatedImages, Images, deal_images, normalise
+from nestfed.experiments.dro_images.task import in_blocks
+from nestfed.models import ImageModel
+from nestfed.problems.ranking import AreaUnderRoc, ranked
+from nestfed.problems.robust import MeanLoss
+
+
+def rare_second_half(images: Images, keep: float) -> Images:
+    """Classes of the first half become negatives, the others positives, of which the first `keep` of each class's
+    training images remain; test images all stay."""
+    half = len(images.class_names) // 2
+    kept = images.train_labels < half
+    for label in range(half, len(images.class_names)):
+        places = np.flatnonzero(images.train_labels == label)
+        kept[places[: round(keep * len(places))]] = True
+    binary = lambda labels: (labels >= half).astype(np.int32)
+    return Images(
+        images.train_images[kept], binary(images.train_labels[kept]), images.test_images, binary(images.test_labels),
+        ("negative", "positive"),
+    )  # fmt: skip
+
+
+def deal_ranked(images: Images, *, clients: int, validation: float, seed: int) -> FederatedImages:
+    """Dealt at random; every client's rows negatives first, as `AveragePrecision` wants them."""
+    dealt = deal_images(images, clients=clients, validation=validation, seed=seed)
+    rows = dealt.rows
+    client, label = np.repeat(np.arange(rows.clients), rows.sizes), rows.columns["label"]
+    order = np.lexsort((label, client))
+    columns = {name: column[order] for name, column in rows.columns.items()}
+    positives = np.bincount(client[label == 1], minlength=rows.clients).astype(np.int32)
+    return dataclasses.replace(dealt, rows=Rows.from_table(columns, client, constants={"positives": positives}))
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageScores:
+    """The network's output for every image. A plain value: problems with equal ones share their programs."""
+
+    model: ImageModel
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __call__(self, params: PyTree, rows: PyTree, key: Array | None = None) -> Array:
+        prepared = normalise(rows["image"], np.asarray(self.mean, np.float32), np.asarray(self.deviation, np.float32))
+        return self.model(params, prepared)
+
+
+@dataclasses.dataclass(frozen=True)
+class BinaryLosses:
+    """The logistic loss of every image, for methods that minimise means of losses."""
+
+    scores: ImageScores
+
+    def __call__(self, params: PyTree, rows: PyTree, key: Array) -> Array:
+        scores = self.scores(params, rows)
+        return optax.sigmoid_binary_cross_entropy(scores, rows["label"].astype(scores.dtype))
+
+
+@struct
+class RankedImages(Task):
+    """Records the average precision on the images put aside, exactly."""
+
+    scores: ImageScores = static()
+    aside: PyTree  # name ("validation", "test") -> {"image": ..., "label": ...}
+
+    def sample(self, data, key):
+        if isinstance(self.problem, MeanLoss):  # no interest in how many positives there are
+            return data.draw_rows(key, self.batch_size)
+        return self.problem.sample(data, key, self.batch_size)
+
+    def metrics(self, server, client, data, fed):
+        tree = self.problem.tree(0, server.x)
+        params = tree["model"] if isinstance(self.problem, AreaUnderRoc) else tree
+        recorded = {}
+        for name, images in self.aside.items():
+            scores = in_blocks(lambda batch: self.scores(params, batch), images).reshape(-1)
+            together = jnp.zeros_like(images["label"])
+            precision, _ = ranked(scores, images["label"] == 1, together, 1, 1.0)
+            recorded[f"{name}_average_precision"] = precision[0]
+        return recorded
+
+
+def ranked_task(problem: Any, images: FederatedImages, params: PyTree, *, scores: ImageScores, batch_size: int) -> Task:
+    return RankedImages.create(problem, images.rows, params, batch_size=batch_size, scores=scores, aside=images.aside)

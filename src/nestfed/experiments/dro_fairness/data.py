@@ -1,0 +1,109 @@
+"""Adult with noisy protected groups: whoever trains knows each row's group only through a proxy that is often wrong.
+
+Prepared as for "Robust optimization for fairness with noisy protected groups" (Wang et al. 2020): the training and the
+test file together, the recipe "bucketed", three groups. The columns of the groups white, black and other are no
+features, but the detailed races within other are. The proxy is a feature, too: `with_proxies` appends it, so that it
+can be drawn anew at any time.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+
+from nestfed.core.randomness import fold, priorities
+from nestfed.core.settings import UserError
+from nestfed.core.types import Array
+from nestfed.data import partition as rules
+from nestfed.data.features import Encoder
+from nestfed.data.partition import TEST, TRAIN, VALIDATION
+from nestfed.data.sources import load
+
+GROUPS = ("white", "black", "other")
+_VALIDATION_STREAM = 5  # of the seed, beside those of the partition and of federated tables
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyGroups:
+    """Rows dealt to clients and split; their true groups are for measuring, and for drawing proxies."""
+
+    inputs: np.ndarray  # float32 [rows, features], without the proxy
+    true_group: np.ndarray  # int32 [rows]
+    label: np.ndarray  # int32 0/1 [rows]
+    part: np.ndarray  # int8 [rows]: TRAIN, VALIDATION, TEST = 0, 1, 2
+    client: np.ndarray  # int32 [rows]
+    group_names: tuple[str, ...]
+    client_names: tuple[str, ...]
+    feature_names: tuple[str, ...]
+
+    def holdings(self) -> pd.DataFrame:
+        """Rows per client, true group, label and part."""
+        return rules.holdings(self.client, self.true_group, self.label, self.part, self.client_names, self.group_names)
+
+
+def adult_noisy_groups(
+    *, clients: int = 8, train_fraction: float = 0.8, validation_fraction: float = 0.125, seed: int = 0
+) -> NoisyGroups:
+    """Adult, all 48,842 rows, in equal random parts for the clients.
+
+    train_fraction       of all rows, of each group alike; the published code takes 0.2
+    validation_fraction  of these, set aside for choosing settings: at the defaults a tenth of all rows
+    """
+    _check_fraction("train_fraction", train_fraction)
+    if validation_fraction != 0:
+        _check_fraction("validation_fraction", validation_fraction)
+    table = load("adult-all")
+    race = table.column("race").to_numpy(str)
+    group = np.select([race == "White", race == "Black"], [0, 1], 2).astype(np.int32)
+    label = table.labels()
+    test = rules.split_by_group(group, 1 - train_fraction, seed)
+    place = rules.ranks(group[~test], rules.generator(seed, _VALIDATION_STREAM))
+    aside = np.rint(np.bincount(group[~test]) * validation_fraction).astype(int)
+    part = np.full(len(group), TEST, np.int8)
+    part[~test] = np.where(place < aside[group[~test]], VALIDATION, TRAIN)
+    client, client_names = rules.assign("iid", labels=label, groups=group, clients=clients, seed=seed, strata=part)
+
+    frame = table.frame.reindex(columns=table.features(without=("fnlwgt",)))
+    encoder = Encoder.fit(frame, "bucketed", rows=part == TRAIN)
+    kept = [name not in ("race=White", "race=Black") for name in encoder.names]
+    return NoisyGroups(
+        inputs=encoder.transform(frame)[:, kept],
+        true_group=group,
+        label=label,
+        part=part,
+        client=client,
+        group_names=GROUPS,
+        client_names=client_names,
+        feature_names=tuple(np.array(encoder.names)[kept].tolist()),
+    )
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise UserError(f"{name}={value} was given; it must be above 0 and below 1.")
+
+
+def proxy_groups(
+    true_group: Array, noise: float, seed: Array, *, epoch: Array = 0, row: Array | None = None, groups: int = 3
+) -> Array:
+    """A proxy of each row's group, int32: with probability `noise` one of the other groups, all equally likely.
+
+    A row's proxy depends on seed, epoch and its number `row` alone (its place if None): a batch that carries the
+    numbers of its rows has the proxies that all rows together would have. All but noise and groups may be traced.
+    """
+    if not 0 <= noise <= 1:
+        raise UserError(f"noise={noise} was given; it is the share of wrong proxies, from 0 to 1.")
+    true_group = jnp.asarray(true_group)
+    row = jnp.arange(true_group.shape[0]) if row is None else jnp.asarray(row)
+    words = priorities(fold(jax.random.key(seed), epoch), row)
+    # Words below the last limit move on to another group: by as many as there are limits above the word.
+    limits = np.rint(noise * np.arange(1, groups) / (groups - 1) * 2.0**32).clip(max=2.0**32 - 1).astype(np.uint32)
+    moves = (words[:, None] < limits[None]).sum(1, dtype="int32")
+    return (true_group.astype("int32") + moves) % groups
+
+
+def with_proxies(inputs: Array, proxy: Array, groups: int = 3) -> Array:
+    """Inputs [rows, features] with a 0/1 column for each proxy group appended."""
+    return jnp.concatenate([inputs, jax.nn.one_hot(proxy, groups, dtype=inputs.dtype)], axis=-1)

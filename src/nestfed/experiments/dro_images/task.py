@@ -1,0 +1,121 @@
+"""Classes of images, robustly: the losses of a network on images, limits on every class, accuracies per class.
+
+Clients hold training images; validation and test images are nobody's and lie with the task. Images stay bytes in the
+pool and are normalised (and varied, in training) where a loss is computed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from nestfed.core.settings import setting, static, struct
+from nestfed.core.task import Task
+from nestfed.core.types import Array, PyTree
+from nestfed.data.images import FederatedImages, normalise, random_crop_flip
+from nestfed.models import ImageModel
+from nestfed.problems import Compositional, Constrained
+from nestfed.problems.robust import half_square
+
+AT_ONCE = 100  # images per block of an evaluation, at every client: bounds the memory of sweeps
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageLosses:
+    """The cross-entropy of every image. A plain value: problems with equal ones share their programs."""
+
+    model: ImageModel
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    vary: bool = True  # images are moved and mirrored at random before a loss is computed
+
+    def __call__(self, params: PyTree, batch: PyTree, key: Array) -> Array:
+        images = self.prepared(batch["image"])
+        if self.vary:
+            images = random_crop_flip(images, key)
+        return optax.softmax_cross_entropy_with_integer_labels(self.model(params, images), batch["label"])
+
+    def prepared(self, images: Array) -> Array:
+        return normalise(images, np.asarray(self.mean, np.float32), np.asarray(self.deviation, np.float32))
+
+
+@struct
+class ClassLimits(Constrained):
+    """min mean loss, such that no class has a mean loss above that of all images by more than `margin`.
+
+    Every limit is multiplied by the class's share of all training images, which changes nothing about it: a batch then
+    gives mean_i [image i is of the class] loss_i - share (mean_i loss_i + margin), right on average also where it holds
+    no such image, and of the same size for rare classes as for frequent ones.
+    """
+
+    losses: Any = static()
+    shares: Array  # [classes]: of all training images
+    margin: float = setting("how much worse than the average a class may be", default=0.05, at_least=0)
+    weight_decay: float = setting("mu: (mu / 2) |x|^2 is added", default=0.0, at_least=0)
+
+    def objective(self, x, batch, key):
+        return jnp.mean(self.losses(x, batch, key)) + self.weight_decay * half_square(x)
+
+    def constraints(self, x, batch, key):
+        losses = self.losses(x, batch, key)
+        member = jax.nn.one_hot(batch["label"], len(self.shares), axis=0, dtype=losses.dtype)
+        return member @ losses / losses.size - self.shares * (jnp.mean(losses) + self.margin)
+
+
+@struct
+class ImageTask(Task):
+    """Records loss, accuracy and the accuracy of the worst class, on training images and on those put aside."""
+
+    losses: ImageLosses = static()
+    aside: PyTree  # name ("validation", "test") -> {"image": ..., "label": ...}
+
+    def metrics(self, server, client, data, fed):
+        params = self.problem.tree(0, server.x)
+        counts = lambda batch: self._counts(params, batch) / batch["label"].size
+        recorded = self._rates("train", fed.mean(data.average(counts, rows_at_once=AT_ONCE)))
+        for name, images in self.aside.items():
+            recorded |= self._rates(name, in_blocks(lambda batch: self._counts(params, batch), images).sum(0))
+        if isinstance(self.problem, Compositional):
+            recorded |= self.problem.projections(server, client, fed)
+        return recorded
+
+    def _counts(self, params: PyTree, batch: PyTree) -> Array:
+        """[3, classes]: images, those classified rightly, and the sum of losses, by class."""
+        logits = self.losses.model(params, self.losses.prepared(batch["image"]))
+        label = batch["label"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        values = jnp.stack([jnp.ones_like(loss), (logits.argmax(1) == label).astype(loss.dtype), loss])
+        return values @ jax.nn.one_hot(label, logits.shape[1], dtype=loss.dtype)
+
+    def _rates(self, part: str, counts: Array) -> dict[str, Array]:
+        images, correct, loss = counts
+        by_class = jnp.where(images > 0, correct / jnp.where(images > 0, images, 1), 1.0)
+        return {
+            f"{part}_accuracy": correct.sum() / images.sum(),
+            f"{part}_worst_class_accuracy": by_class.min(),
+            # The mean over classes: on an imbalanced part, what a balanced one would show.
+            f"{part}_balanced_accuracy": by_class.mean(),
+            f"{part}_loss": loss.sum() / images.sum(),
+        }
+
+
+def in_blocks(function: Callable[[PyTree], Array], images: PyTree) -> Array:
+    """function of one block of images after the other, which bounds the memory; its values side by side."""
+    number = images["label"].shape[0]
+    block = np.gcd(number, AT_ONCE)  # equal blocks: no image is left over
+    return lax.map(function, jax.tree.map(lambda a: a.reshape(number // block, block, *a.shape[1:]), images))
+
+
+def image_losses(images: FederatedImages, model: ImageModel, *, vary: bool = True) -> ImageLosses:
+    numbers = lambda a: tuple(float(v) for v in a)
+    return ImageLosses(model, numbers(images.mean), numbers(images.deviation), vary)
+
+
+def image_task(problem: Any, images: FederatedImages, params: PyTree, *, losses: ImageLosses, batch_size: int) -> Task:
+    """The task of a problem on these images; validation and test images are evaluated as far as there are any."""
+    return ImageTask.create(problem, images.rows, params, batch_size=batch_size, losses=losses, aside=images.aside)

@@ -1,0 +1,171 @@
+"""P3, compositional: a function of an average."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nestfed.core.algorithm import Sample
+from nestfed.core.scaled import Scaled, is_scaled
+from nestfed.core.settings import setting, struct
+from nestfed.core.types import Array, PyTree
+from nestfed.problems.base import Problem, oracle
+
+
+@struct
+class Compositional(Problem):
+    """Subclasses define inner(x, batch, key) -> vector, outer(y, batch, key) and perhaps extra(x, batch, key).
+
+    scope "global":  min_x mean_k extra_k(x) + outer(mean_k inner_k(x))
+    scope "local":   min_x mean_k [ extra_k(x) + outer_k(inner_k(x)) ]       (another minimiser, in general)
+
+    Where inner values can overflow (exponentials of losses), `inner` returns a `Scaled` and `outer` gets one; the
+    algorithms do not notice.
+    """
+
+    scope: str = setting(
+        "is the inner function the average over clients, or every client's own?",
+        default="global",
+        choices=("global", "local"),
+        static=True,
+    )
+
+    family: ClassVar[str] = "compositional"
+    minimised: ClassVar[str | None] = "objective"
+
+    def inner(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        raise self.missing("inner(x, batch, key)")
+
+    def outer(self, y: Array, batch: PyTree, key: Array) -> Array:
+        raise self.missing("outer(y, batch, key)")
+
+    def extra(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+        """h, an ordinary average loss added to the composition; zero by default, and then it costs nothing."""
+        return jnp.zeros(())
+
+    def project_y(self, y: Array) -> Array:
+        """Projection of an estimate of the inner value onto the domain of `outer`; identity by default."""
+        return y
+
+    def bound_slope(self, slope: Array) -> Array:
+        """A bound on e^shift times the outer derivative, where inner values are Scaled; none by default.
+
+        An estimate of the inner value that is far too small makes a batch weigh e^20 times what it should; a problem
+        that knows the largest weight possible can say so here.
+        """
+        return slope
+
+    @property
+    def has_extra(self) -> bool:
+        return self.defines("extra")
+
+    def inner_flat(self, x, sample: Sample):
+        value = self.inner(self.tree(0, x), sample.batch, sample.key)
+        return value.reshape(-1) if is_scaled(value) else jnp.ravel(value)
+
+    def shaped(self, y, sample: Sample):
+        """A flat inner value in the shape that the user's `inner` gives it."""
+        params = self.tree(0, jnp.zeros(self.layouts[0].size, jax.tree.leaves(y)[0].dtype))
+        value: Any = jax.eval_shape(lambda: self.inner(params, sample.batch, sample.key))
+        return y.reshape(value.value.shape if is_scaled(value) else value.shape)
+
+    def outer_flat(self, y, sample: Sample):
+        return self.outer(self.shaped(y, sample), sample.batch, sample.key)
+
+    def into_domain(self, y, sample: Sample):
+        """(the nearest value in the domain of `outer`, 1.0 if that is another one): count what you project."""
+        if not self.defines("project_y"):
+            return y, jnp.zeros(())
+        projected: Any = self.project_y(self.shaped(y, sample))
+        projected = projected.reshape(-1)
+        moved = (projected - y).value if is_scaled(y) else projected - y
+        return projected, jnp.any(moved != 0).astype(float)
+
+    @oracle("VAL")
+    def inner_value(self, x, sample: Sample):
+        return self.inner_flat(x, sample)
+
+    def first_estimate(self, x, draw: Callable[[Any], Sample], batches: int):
+        """The inner value at x on several batches together: a start for running estimates."""
+        add = lambda j, total: total + self.inner_value(x, draw(j))
+        return lax.fori_loop(1, batches, add, self.inner_value(x, draw(0)) * 1.0) / batches
+
+    @oracle("VJP")
+    def inner_vjp(self, x, sample: Sample):
+        """(value, pull-back): use the value in an exchange, then pull the outer derivative back."""
+        kind = jax.eval_shape(lambda x: self.inner_flat(x, sample), x)
+        if not is_scaled(kind):
+            return jax.vjp(lambda x: self.inner_flat(x, sample), x)
+
+        def parts(x):
+            y: Any = self.inner_flat(x, sample)
+            return y.value, y.shift
+
+        value, pull, shift = jax.vjp(parts, x, has_aux=True)
+        return Scaled(shift, value), jax.tree_util.Partial(Compositional._pull_scaled, self, pull, shift)
+
+    def _pull_scaled(self, pull, shift, slope: Scaled):
+        # d(e^shift value) applied to a derivative e^-s v: only the difference of the exponents is exponentiated.
+        return pull(self.bound_slope(slope.value * jnp.exp(slope.shift + shift)))
+
+    @oracle("VJP")
+    def inner_row(self, x, row, sample: Sample):
+        """(value, one row of the Jacobian)."""
+
+        def entry(x):
+            y: Any = self.inner_flat(x, sample)
+            return (y.value if is_scaled(y) else y)[row], y
+
+        gradient, y = jax.grad(entry, has_aux=True)(x)
+        return y, Scaled(y.shift, gradient) if is_scaled(y) else gradient
+
+    def inner_jacobian(self, x, sample: Sample):
+        """(value, Jacobian [m, d]): one pass per entry of the value, so m must be small."""
+        kind: Any = jax.eval_shape(self.inner_flat, x, sample)
+        number = (kind.value if is_scaled(kind) else kind).size
+        value, jacobian = lax.map(lambda row: self.inner_row(x, row, sample), jnp.arange(number))
+        value = jax.tree.map(lambda a: a[0], value)
+        return value, Scaled(value.shift, jacobian.value).normal() if is_scaled(kind) else jacobian
+
+    def grad_outer(self, y, sample: Sample):
+        if not is_scaled(y):
+            return jax.grad(self.outer_flat)(y, sample)
+        return Scaled(-y.shift, jax.grad(lambda value: self.outer_flat(Scaled(y.shift, value), sample))(y.value))
+
+    @oracle("GRAD")
+    def grad_extra(self, x, sample: Sample):
+        return jax.grad(lambda x: self.extra(self.tree(0, x), sample.batch, sample.key))(x)
+
+    def composed_gradient(self, x, pull, y, sample: Sample):
+        """grad extra + J inner^T grad outer(y), on the batch of `value, pull = inner_vjp(x, sample)`: what every method
+        descends along, each with a y of its own."""
+        (gradient,) = pull(self.grad_outer(y, sample))
+        return gradient + self.grad_extra(x, sample) if self.has_extra else gradient
+
+    def functions(self, params, key):
+        x = self.tree(0, params[0])
+        plain = lambda y: y.value if is_scaled(y) else y
+        yield "inner", None, lambda batch: plain(self.inner(x, batch, key))
+        yield "outer", 0, lambda batch: self.outer(self.inner(x, batch, key), batch, key)
+        yield "extra", 0, lambda batch: self.extra(x, batch, key)
+
+    def metrics(self, server, client, data, fed):
+        pair = lambda batch: (
+            self.inner_flat(server.x, Sample(batch, fed.key)),
+            self.extra(self.tree(0, server.x), batch, fed.key),
+        )
+        inner, extra = data.average(pair)
+        compose = lambda y: data.average(lambda batch: self.outer_flat(y, Sample(batch, fed.key)))
+        if self.scope == "local":
+            return {"objective": fed.mean(extra + compose(inner))}
+        inner, extra = fed.mean((inner, extra))
+        return {"objective": extra + fed.mean(compose(inner))} | self.projections(server, client, fed)
+
+    def projections(self, server, client, fed):
+        """How often estimates of the inner value left the domain of `outer` so far, if the algorithm counts it."""
+        if getattr(server, "projections", None) is None:
+            return {}
+        own = getattr(client, "own_projections", None)
+        return {"projections": server.projections + (0 if own is None else fed.mean(own))}

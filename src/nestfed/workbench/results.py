@@ -1,0 +1,139 @@
+"""From the traces of a run to its record."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import pandas as pd
+
+from nestfed.core.identity import identify
+from nestfed.report.record import LINE_COLUMNS, Record
+from nestfed.workbench.scenario import Kind, Setup
+from nestfed.workbench.stages import DIVERGED, FINISHED, Trace
+
+
+def make_record(
+    kind: Kind,
+    setups: Mapping[int, Setup],
+    traces: Sequence[Trace],
+    *,
+    settings: dict[str, Any],
+    command: str,
+    name: str,
+    methods: Sequence[str],
+    seconds: float,
+    started: str,
+) -> Record:
+    """The record of finished traces."""
+    finals, slices, lines = [], [], []
+    for trace in traces:
+        row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
+        row["above_start"] = trace.rise is not None
+        if trace.status == FINISHED:
+            metrics, parts = kind.evaluate(setups[trace.seed], trace.left)
+            row |= metrics
+            slices.append(parts.assign(method=trace.method, seed=trace.seed))
+            if kind.chart is not None:
+                lines.append(kind.lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed))
+        finals.append(row)
+    holdings = [kind.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
+    failed = [f"{kind.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
+    first = next(iter(setups.values()))
+    return Record(
+        settings=settings,
+        about={
+            "name": name,
+            "title": kind.title,
+            "task": kind.name,
+            "command": command,
+            "methods": {method: kind.method(method).title for method in methods},
+            "baseline": kind.baseline if kind.baseline in methods else methods[0],
+            "select": kind.select,
+            "metrics": [dataclasses.asdict(metric) for metric in kind.headline],
+            "chart": None if kind.chart is None else dataclasses.asdict(kind.chart),
+            "seeds": list(setups),
+            "versions": versions(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
+            "data": identify(first.rows.columns),
+            "started": started,
+            "seconds": round(seconds, 1),
+            "status": DIVERGED if failed else FINISHED,
+            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *_about_stages(kind, traces), *kind.notes(first)],
+        }
+        | _privacy(traces),
+        history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
+        final=pd.DataFrame(finals),
+        slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
+        holdings=pd.concat(holdings, ignore_index=True),
+        # Of the seed that came furthest: one that diverged early has not seen all stages.
+        cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
+        lines=pd.concat(lines, ignore_index=True) if lines else pd.DataFrame(columns=pd.Index(LINE_COLUMNS)),
+    )
+
+
+def _about_stages(kind: Kind, traces: Sequence[Trace]) -> list[str]:
+    """What the stages have to say: once per method, of the first seed that says anything."""
+    said: dict[str, list[str]] = {}
+    for trace in traces:
+        named = lambda stage: f", {stage.name}" if len(trace.stages) > 1 else ""
+        found = [f"{named(stage)}, seed {trace.seed}: {note}" for stage in trace.stages for note in stage.notes]
+        if found:
+            said.setdefault(trace.method, found)
+    return [kind.method(method).title + note for method, notes in said.items() for note in notes]
+
+
+def _privacy(traces: Sequence[Trace]) -> dict[str, Any]:
+    """What every method has spent, by its last stage: stages count what was spent before them."""
+    spent = {
+        trace.method: stage.spending.summary(stage.rounds_spent)
+        for trace in traces
+        for stage in trace.stages[-1:]
+        if stage.spending is not None
+    }
+    return {"privacy": spent} if spent else {}
+
+
+SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")
+
+
+def history_frame(kind: Kind, setup: Setup, trace: Trace) -> pd.DataFrame:
+    """One row per evaluation; rounds, bytes and work are counted through all the stages."""
+    frames, before = [], {"round": 0, "bytes": 0, "oracle_calls": 0, "samples": 0}
+    for stage in trace.stages:
+        rounds = stage.history["round"]
+        totals = stage.cost.totals(stage.participants, stage.clients)
+        columns = {"round": before["round"] + rounds}
+        columns |= {name: before[name] + total[rounds] for name, total in totals.items()}
+        for name, values in stage.history.items():
+            if values.ndim == 2:
+                columns |= dict(zip(kind.entries(name, setup), values.T, strict=True))
+            elif name != "round":
+                columns[name] = values
+        frame = pd.DataFrame(columns)
+        frame.insert(0, "stage", stage.name)
+        frames.append(frame)
+        before = {name: int(frame[name].iloc[-1]) for name in before}
+    frame = pd.concat(frames, ignore_index=True)
+    frame.insert(0, "seed", trace.seed)
+    frame.insert(0, "method", trace.method)
+    return frame
+
+
+def cost_of(trace: Trace) -> dict[str, Any]:
+    return {
+        stage.name: {
+            "start": dataclasses.asdict(stage.cost.start),
+            "round": dataclasses.asdict(stage.cost.round),
+            "rounds": stage.rounds,
+        }
+        for stage in trace.stages
+    }
+
+
+def versions() -> dict[str, str]:
+    packages = ("nestfed", "jax", "jaxlib", "numpy", "optax", "pandas", "pyarrow")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}

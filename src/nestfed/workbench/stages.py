@@ -1,0 +1,270 @@
+"""Running a method, stage after stage: one seed at a time with checkpoints, or many settings x seeds side by side."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from nestfed.core.algorithm import Algorithm
+from nestfed.core.settings import UserError
+from nestfed.core.task import Task
+from nestfed.engine.cohorts import expected_cohort
+from nestfed.uploads.privacy import Guarantee, Spending, Uploads, remarks
+from nestfed.verbs import cost
+from nestfed.verbs.history import Rise, rise_of
+from nestfed.verbs.simulation import Diverged, simulate
+from nestfed.verbs.sweeps import sweep
+from nestfed.workbench.scenario import Kind, Setup
+
+FINISHED, DIVERGED = "finished", "diverged"
+
+
+class AllDiverged(UserError):
+    """No setting of a search came to its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTrace:
+    """What one stage of one seed left."""
+
+    name: str
+    rounds: int
+    history: dict[str, np.ndarray]
+    participants: np.ndarray
+    cost: cost.Cost
+    clients: int
+    output: str  # the rule that chose the state it left
+    minimised: str | None = None  # the metric that it was to make small
+    notes: tuple[str, ...] = ()  # what a reader of its numbers must know
+    spending: Spending | None = None  # of privacy, with that of the stages before
+    diverged: bool = False
+
+    @property
+    def done(self) -> int:
+        """Rounds: fewer than asked for where it diverged or its privacy budget was spent."""
+        return len(self.participants)
+
+    @property
+    def rounds_spent(self) -> int:
+        """Rounds in which clients have answered: one that diverged has no result, but it was one."""
+        return self.done + self.diverged
+
+    @property
+    def rise(self) -> Rise | None:
+        """Of its objective, where it ended above its start."""
+        return rise_of(self.history, self.minimised, self.output)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A method with its settings and a seed: all its stages, and what the last one left."""
+
+    method: str
+    seed: int
+    changes: dict[str, Any]
+    stages: tuple[StageTrace, ...] = ()
+    left: Any = None  # as the kind wants it: `Kind.left`
+    status: str = FINISHED
+
+    @property
+    def rise(self) -> Rise | None:
+        """Of the objective of the last stage, whose state is the result."""
+        return self.stages[-1].rise if self.stages and self.status == FINISHED else None
+
+    @property
+    def spent(self) -> tuple[tuple[Spending, int], ...]:
+        """Of privacy, by all stages so far."""
+        return tuple((stage.spending, stage.rounds_spent) for stage in self.stages if stage.spending is not None)
+
+    def extended(self, stage: StageTrace, left: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
+        status = DIVERGED if DIVERGED in (status, self.status) else status
+        return dataclasses.replace(
+            self, stages=(*self.stages, stage), left=left, status=status, changes={**self.changes, **changes}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How long and with whom: the same for all methods of a run."""
+
+    rounds: int | None = None  # of every stage; None: the kind's number of steps / local_steps
+    cohort: int | float | None = None
+    sampling: str = "weights"
+    dropout: float = 0.0
+    evaluations: int = 100  # about so many in every stage
+    output: str | None = None  # which iterate of the last stage counts; None: what the method's paper returns
+    privacy: Guarantee | None = None  # its budget is for all stages of a method; those that exchange get equal parts
+    noise_seed: int | None = None  # None: nobody can repeat the noise
+
+    def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
+        return self.rounds or max(1, kind.steps // algorithm.local_steps)
+
+    def options(self, rounds: int, kind: Kind, trace: Trace) -> dict[str, Any]:
+        """Of `simulate` or `sweep`, for the next stage; the user's choice of output is about the last one."""
+        stages, number = kind.method(trace.method).stages, len(trace.stages)
+        output = (self.output if number + 1 == len(stages) else None) or stages[number].output
+        guarantee = self.privacy
+        if guarantee is not None:
+            exchanging = [not stage.alone for stage in stages]
+            part = sum(exchanging[: number + 1]) / max(1, sum(exchanging))
+            spend = None if guarantee.budget is None else guarantee.budget * part
+            guarantee = dataclasses.replace(guarantee, earlier=trace.spent, budget=spend)
+        return {
+            "rounds": rounds,
+            "output": output,
+            "select": kind.select if output == "best" else None,
+            "cohort": self.cohort,
+            "sampling": self.sampling,
+            "dropout": self.dropout,
+            "evaluate_every": max(1, rounds // self.evaluations),
+            "uploads": () if guarantee is None else guarantee,
+            # Stages never share their noise, not even where it is repeatable.
+            "noise_seed": None if self.noise_seed is None else self.noise_seed * len(stages) + number,
+        }
+
+
+def make_setups(kind: Kind, seeds: Sequence[int]) -> dict[int, Setup]:
+    """Every seed's data."""
+    (setups,) = bounded([{seed: kind.set_up(seed) for seed in seeds}])
+    return setups
+
+
+def bounded(several: Sequence[dict[int, Setup]]) -> list[dict[int, Setup]]:
+    """The same set-ups with one bound on their clients' sizes: they then share their compiled programs."""
+    largest = max(setup.rows.largest for setups in several for setup in setups.values())
+    bound = lambda setup: dataclasses.replace(setup, rows=dataclasses.replace(setup.rows, largest=largest))
+    return [{seed: bound(setup) for seed, setup in setups.items()} for setups in several]
+
+
+def run_method(
+    kind: Kind,
+    name: str,
+    algorithms: Sequence[Algorithm],
+    setup: Setup,
+    seed: int,
+    budget: Budget,
+    *,
+    checkpoints: Path | None = None,
+    resume: bool = False,
+    progress: bool | None = None,
+) -> Trace:
+    """One seed of a method, given the algorithm of every stage; a stage that diverges is the last one."""
+    method = kind.method(name)
+    trace = Trace(name, seed, {})
+    for stage, algorithm in zip(method.stages, algorithms, strict=True):
+        task = stage.task(setup, trace.left)
+        options = budget.options(budget.rounds_of(kind, algorithm), kind, trace)
+        title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
+        try:
+            result, status = simulate(
+                algorithm, task, seed, **options, title=title, progress=progress, resume=resume,
+                checkpoint=None if checkpoints is None else checkpoints / f"{name}-seed{seed}-{stage.name}.npz",
+            ), FINISHED  # fmt: skip
+        except Diverged as error:
+            result, status = error.result, DIVERGED
+        done = StageTrace(
+            stage.name, options["rounds"], result.history, result.participants,
+            ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], task.minimised,
+            result.notes, result.spending, status == DIVERGED,
+        )  # fmt: skip
+        trace = trace.extended(done, kind.left(result.output, result.clients), status, {})
+        if status == DIVERGED:
+            break
+    return trace
+
+
+def ledger(algorithm: Algorithm, task: Task, cohort: int | float | None, uploads: Uploads = ()) -> cost.Cost:
+    return cost.measure(algorithm, task, cohort=expected_cohort(cohort, task.clients), uploads=uploads)
+
+
+def sweep_method(
+    kind: Kind,
+    name: str,
+    setups: Mapping[int, Setup],
+    changes: Mapping[str, Any],
+    grid: Mapping[str, Sequence[Any]],
+    budget: Budget,
+    *,
+    progress: bool | None = None,
+) -> list[Trace]:
+    """All combinations of a grid x all seeds, side by side. A grid may reach into every stage (`model.lr`): each stage
+    runs its own combinations on everything that the stages before have left."""
+    traces = [Trace(name, seed, dict(changes)) for seed in setups]
+    for _ in kind.method(name).stages:
+        traces = sweep_next_stage(kind, setups, traces, grid, budget, progress=progress)
+    return traces
+
+
+def sweep_next_stage(
+    kind: Kind,
+    setups: Mapping[int, Setup],
+    traces: Sequence[Trace],
+    grid: Mapping[str, Sequence[Any]],
+    budget: Budget,
+    *,
+    progress: bool | None = None,
+) -> list[Trace]:
+    """The next stage of unfinished traces of one method, for all combinations of its own part of the grid."""
+    method, number = kind.method(traces[0].method), len(traces[0].stages)
+    stage, first = method.stages[number], next(iter(setups.values()))
+    own = {key: values for key, values in grid.items() if method.stage_of(key) == number}
+    combinations = [dict(zip(own, values, strict=True)) for values in itertools.product(*own.values())]
+    # Earlier stages' settings differ between the traces, this one's do not: any trace's will do.
+    algorithms = [method.algorithms(first, {**traces[0].changes, **chosen})[number] for chosen in combinations]
+    tasks = [stage.task(setups[trace.seed], trace.left) for trace in traces]
+    extended: list[Trace] = []
+    lengths = [budget.rounds_of(kind, algorithm) for algorithm in algorithms]
+    for rounds in sorted(set(lengths)):
+        members = [i for i, length in enumerate(lengths) if length == rounds]
+        options = budget.options(rounds, kind, traces[0])  # all traces have spent the same
+        done = sweep(
+            [algorithms[i] for i in members], tasks, [trace.seed for trace in traces], **options,
+            title=f"{method.title}, {stage.name}", progress=progress,
+        )  # fmt: skip
+        for row, i in enumerate(members):
+            price = ledger(algorithms[i], tasks[0], budget.cohort, options["uploads"])
+            for column, trace in enumerate(traces):
+                own_part = lambda key, values: values if key == "round" else values[row, column]
+                history = {key: own_part(key, values) for key, values in done.history.items()}
+                one = jax.tree.map(lambda a: np.asarray(a[column]), done.runs[row])
+                rise = rise_of(history, tasks[0].minimised, options["output"])
+                notes = remarks(history, done.spending[row], rounds) + (() if rise is None else (rise.remark,))
+                passed = StageTrace(
+                    stage.name, rounds, history, done.participants[row, column], price, tasks[0].clients,
+                    options["output"], tasks[0].minimised, notes, done.spending[row],
+                    bool(done.diverged[row, column] >= 0),
+                )  # fmt: skip
+                status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
+                server = one.server if one.output is None else one.output.server
+                extended.append(trace.extended(passed, kind.left(server, one.clients), status, combinations[i]))
+    return extended
+
+
+def score_of(kind: Kind, setups: Mapping[int, Setup], trace: Trace) -> float:
+    """What settings are chosen by, of the state that the last stage left; infinite for a run that diverged."""
+    if trace.status == DIVERGED:
+        return np.inf
+    stage = trace.stages[-1]
+    if stage.output == "last":  # measured already
+        final = {name: float(values[-1]) for name, values in stage.history.items() if values.ndim == 1}
+    else:
+        final, _ = kind.evaluate(setups[trace.seed], trace.left)
+    score = kind.score(final)
+    return score if np.isfinite(score) else np.inf
+
+
+def best_changes(kind: Kind, setups: Mapping[int, Setup], traces: Sequence[Trace]) -> dict[str, Any]:
+    """The settings with the smallest score on validation data, averaged over seeds. A setting of which any seed
+    diverged is passed over."""
+    scores: dict[tuple, list[float]] = {}
+    for trace in traces:
+        scores.setdefault(tuple(trace.changes.items()), []).append(score_of(kind, setups, trace))
+    means = {key: float(np.mean(values)) for key, values in scores.items()}
+    best = min(means, key=lambda key: means[key])
+    if not np.isfinite(means[best]):
+        raise AllDiverged(f"every setting of {traces[0].method} diverged; give smaller step sizes.")
+    return dict(best)
