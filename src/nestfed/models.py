@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core.settings import UserError, closest
+from nestfed.core.settings import UserError, suggest
 from nestfed.core.types import Array, PyTree
 
 # ------------------------------------------------------------------------------------------------- pieces
@@ -405,7 +405,6 @@ def image_model_named(name: str) -> ImageModel:
 
 def _named(name: str, known: Mapping[str, Entry[M]], inputs: str) -> M:
     if name not in known:
-        meant = closest(name, known)
-        hint = f"did you mean {meant!r}? " if meant else ""
-        raise UserError(f"there is no model {name!r} for {inputs}; {hint}Known are {', '.join(known)}.")
+        hint = f"{suggest(name, known, otherwise=';')} Known are {', '.join(known)}."
+        raise UserError(f"there is no model {name!r} for {inputs}{hint}")
     return known[name].model

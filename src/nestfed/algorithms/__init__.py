@@ -32,7 +32,7 @@ from nestfed.algorithms.scgd import SCGD
 from nestfed.algorithms.simfbo import ShroFBO, SimFBO
 from nestfed.algorithms.soap import SOAP
 from nestfed.core.algorithm import Algorithm
-from nestfed.core.settings import UserError, closest, validate
+from nestfed.core.settings import UserError, suggest, validate
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -91,7 +91,7 @@ def find(name: str) -> type[Algorithm]:
     """The class of the algorithm of this name."""
     cls = ALGORITHMS.get(name.lower())
     if cls is None:
-        raise UserError(f"there is no algorithm {name!r}{_nearest(name, ALGORITHMS)} All: {', '.join(ALGORITHMS)}.")
+        raise UserError(f"there is no algorithm {name!r}{suggest(name, ALGORITHMS)} All: {', '.join(ALGORITHMS)}.")
     return cls
 
 
@@ -107,7 +107,7 @@ def make(name: str, **settings: Any) -> Algorithm:
     for key, value in settings.items():
         head, _, tail = key.partition(".")
         if head not in fields:
-            raise UserError(f"{name} has no setting {key!r}{_nearest(key, fields)} Its settings: {', '.join(fields)}.")
+            raise UserError(f"{name} has no setting {key!r}{suggest(key, fields)} Its settings: {', '.join(fields)}.")
         if tail:
             parts.setdefault(head, {})[tail] = value
         else:
@@ -118,7 +118,7 @@ def make(name: str, **settings: Any) -> Algorithm:
             names = [field.name for field in getattr(part, "__dataclass_fields__", {}).values()]
             if tail not in names:
                 raise UserError(
-                    f"{name}.{head} has no setting {tail!r}{_nearest(tail, names)} It has: {', '.join(names)}."
+                    f"{name}.{head} has no setting {tail!r}{suggest(tail, names)} It has: {', '.join(names)}."
                 )
         plain[head] = dataclasses.replace(part, **changes)
     missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in plain]
@@ -127,8 +127,3 @@ def make(name: str, **settings: Any) -> Algorithm:
     algorithm = cls(**plain)
     validate(algorithm)
     return algorithm
-
-
-def _nearest(name: str, known: Any) -> str:
-    meant = closest(name, known)
-    return f"; did you mean {meant!r}?" if meant else "."

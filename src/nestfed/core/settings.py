@@ -1,26 +1,29 @@
-"""Records of settings: what an algorithm, a problem or a task is made of, and what is wrong with one."""
+"""Records of settings: what an algorithm, a problem or a task is made of, and what is wrong with one.
+
+JAX is imported where a record meets it and no sooner: the command line describes its options with `setting` too, and
+its help must not wait for JAX.
+"""
 
 import dataclasses
 import difflib
 import math
+import numbers
 import typing
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, dataclass_transform
-
-import jax
-import numpy as np
-from jax.core import Tracer
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 
 class UserError(ValueError):
     """A mistake in what the user gave: the message says what was given, what was expected and what to do."""
 
+    exit_code: ClassVar[int] = 1  # of a command that ends with it
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, whatever its case."""
+
+def suggest(name: str, known: Iterable[str], text: str = "; did you mean {!r}?", otherwise: str = ".") -> str:
+    """The text with the known name that was probably meant, whatever its case; `otherwise` where none is like it."""
     lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(str(name).lower(), lower, n=1)
-    return lower[found[0]] if found else None
+    return text.format(lower[found[0]]) if found else otherwise
 
 
 def setting(
@@ -55,6 +58,8 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(setting, static))
 def struct(cls: type[T]) -> type[T]:
     """A frozen record with keyword arguments that JAX can pass through jit, vmap and scan."""
+    import jax
+
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     fixed = [field.name for field in fields if field.metadata.get("static")]
@@ -75,6 +80,9 @@ def struct(cls: type[T]) -> type[T]:
 def check_registered(record: Any) -> None:
     """A subclass without @struct looks right and fails deep inside JAX, and so does a field that is no number: say so
     at the border."""
+    import jax
+    import numpy as np
+
     if any(leaf is record for leaf in jax.tree.leaves(record)):
         raise UserError(f"{type(record).__name__} is not registered; write @nestfed.struct above the class.")
     hints = typing.get_type_hints(type(record))
@@ -99,6 +107,8 @@ def check_registered(record: Any) -> None:
 
 def validate(record: Any) -> None:
     """Refuse settings outside their range. Traced values are left alone: they were checked at the border."""
+    from jax.core import Tracer
+
     for field in dataclasses.fields(record):
         value, rules = getattr(record, field.name), field.metadata.get("rules")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -115,9 +125,9 @@ def validate(record: Any) -> None:
             )
 
 
-def _broken_rule(value: Any, rules: dict[str, Any], *, static: bool) -> str | None:
+def _broken_rule(value: Any, rules: Mapping[str, Any], *, static: bool) -> str | None:
     if rules["choices"] is not None:
-        return None if value in rules["choices"] else "one of " + ", ".join(map(repr, rules["choices"]))
+        return broken_range(value, rules)
     if rules["part"] is not None:
         part = rules["part"]
         known = " or ".join(f"{kind.__name__}(...)" for kind in part.__subclasses__())
@@ -130,8 +140,16 @@ def _broken_rule(value: Any, rules: dict[str, Any], *, static: bool) -> str | No
         number = float(value)
     except (TypeError, ValueError):
         return "a number or a schedule"
-    if static and not isinstance(value, (int, np.integer)):
+    if static and not isinstance(value, numbers.Integral):
         return "a whole number"
+    return broken_range(number, rules)
+
+
+def broken_range(value: Any, rules: Mapping[str, Any]) -> str | None:
+    """What a value must be that is none of the choices of a setting, or a number outside its range."""
+    if rules["choices"] is not None:
+        return None if value in rules["choices"] else "one of " + ", ".join(map(repr, rules["choices"]))
+    number = float(value)
     if math.isnan(number):
         return "a number, not NaN"
     if rules["above"] is not None and not number > rules["above"]:

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.core.settings import UserError
-from nestfed.data.table import Column, categories, columns_of, is_number, nearest, to_number
+from nestfed.core.settings import UserError, suggest
+from nestfed.data.table import NEAREST, Column, categories, columns_of, is_number, to_number
 
 RECIPES = ("standard", "minimax-fair", "minimax-fair-raw", "minimax-fair-slip", "bucketed")
 EDGES = {  # where Adult's numbers are cut; the published outermost edges (-1 and 100000, ...) enclose all values
@@ -162,7 +162,7 @@ class Encoder:
         """
         if recipe not in RECIPES:
             raise UserError(
-                f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}; the recipes are {', '.join(RECIPES)}."
+                f"unknown recipe {recipe!r}{suggest(recipe, RECIPES, *NEAREST)}; the recipes are {', '.join(RECIPES)}."
             )
         text = [not is_number(values) for _, values in columns_of(frame)]
         if recipe == "minimax-fair-slip":

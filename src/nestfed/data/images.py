@@ -25,12 +25,12 @@ from jax import lax
 
 from nestfed.core.randomness import random_indices
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError
+from nestfed.core.settings import UserError, suggest
 from nestfed.core.types import Array
 from nestfed.data import partition as rules
 from nestfed.data.fetch import REMEDY, Official, first_line, obtain
 from nestfed.data.partition import TRAIN
-from nestfed.data.table import nearest
+from nestfed.data.table import NEAREST
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FASHION_CLASSES = (
@@ -279,7 +279,9 @@ IMAGE_SOURCES = {
 def load_images(name: str) -> Images:
     """A public set of images by its name: cifar10, cifar100, cifar10-subset, mnist or fashion-mnist."""
     if name not in IMAGE_SOURCES:
-        raise UserError(f"unknown images {name!r}{nearest(name, IMAGE_SOURCES)}; known are {', '.join(IMAGE_SOURCES)}.")
+        raise UserError(
+            f"unknown images {name!r}{suggest(name, IMAGE_SOURCES, *NEAREST)}; known are {', '.join(IMAGE_SOURCES)}."
+        )
     source = IMAGE_SOURCES[name]
     return obtain(name, source, lambda contents, where: _read(name, source, contents, where))
 

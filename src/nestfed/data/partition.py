@@ -13,8 +13,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from nestfed.core.settings import UserError
-from nestfed.data.table import Column, categories, listing, nearest
+from nestfed.core.settings import UserError, suggest
+from nestfed.data.table import NEAREST, Column, categories, listing
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 PARTS = ("train", "validation", "test")
@@ -108,9 +108,8 @@ def assign(
     """
     word, *arguments = str(spec).split(":")
     if word not in RULES:
-        raise UserError(
-            f"unknown partition {spec!r}{nearest(word, RULES)}; the partitions are {', '.join(RULES.values())}."
-        )
+        meant = suggest(word, RULES, *NEAREST)
+        raise UserError(f"unknown partition {spec!r}{meant}; the partitions are {', '.join(RULES.values())}.")
     numbers = _numbers(spec, word, arguments)
     if word == "column":
         if column is None:

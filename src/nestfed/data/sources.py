@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.core.settings import UserError
+from nestfed.core.settings import UserError, suggest
 from nestfed.data.fetch import REMEDY, Official, first_line, obtain
-from nestfed.data.table import Table, nearest
+from nestfed.data.table import NEAREST, Table
 
 UCI = "https://archive.ics.uci.edu/static/public"
 
@@ -263,7 +263,7 @@ def describe() -> pd.DataFrame:
 def load(name: str) -> Table:
     """A public table by its name."""
     if name not in SOURCES:
-        raise UserError(f"unknown data {name!r}{nearest(name, SOURCES)}; known are {', '.join(SOURCES)}.")
+        raise UserError(f"unknown data {name!r}{suggest(name, SOURCES, *NEAREST)}; known are {', '.join(SOURCES)}.")
     source = SOURCES[name]
     frame = obtain(name, source, lambda contents, where: _read(name, source, contents, where), source.bundled)
     return Table(name=name, frame=frame, **source.roles)

@@ -8,12 +8,13 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from nestfed.core.settings import UserError, closest
+from nestfed.core.settings import UserError, suggest
 
 Column = Any  # pd.Series; pandas is typed too loosely for a checker
 
 MISSING = "missing"  # the name of the group or category of all missing values
 MOST_GROUPS = 50
+NEAREST = " (nearest: {!r})", ""  # how messages about data suggest a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,16 +194,10 @@ def listing(values: Iterable[Any], most: int = 10) -> str:
     return ", ".join(names[:most]) + more
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ " (nearest: 'x')" for the most similar known name, or nothing."""
-    meant = closest(name, known)
-    return f" (nearest: {meant!r})" if meant else ""
-
-
 def check_column(columns: Iterable[str], name: str, role: str, table: str) -> None:
     columns = list(columns)
     if name not in columns:
         raise UserError(
-            f"{table}: there is no column {name!r} for the {role}{nearest(name, columns)}; "
+            f"{table}: there is no column {name!r} for the {role}{suggest(name, columns, *NEAREST)}; "
             f"the columns are {listing(columns, 40)}."
         )

@@ -4,8 +4,7 @@ import importlib
 import shlex
 from pathlib import Path
 
-from nestfed.core.settings import UserError
-from nestfed.workbench.scenario import nearest
+from nestfed.core.settings import UserError, suggest
 
 EXPERIMENTS = (
     "fairness", "counterexample", "dro-images", "dro-fairness", "invariant", "maml", "auprc", "personal", "privacy"
@@ -26,7 +25,8 @@ def reproduce(
     resume   go on in a folder that is there: trainings that were kept as cells are not done again
     """
     if experiment not in EXPERIMENTS:
-        raise UserError(f"there is no experiment {experiment!r}{nearest(experiment, EXPERIMENTS)}")
+        hint = f"{suggest(experiment, EXPERIMENTS)} Known are {', '.join(EXPERIMENTS)}."
+        raise UserError(f"there is no experiment {experiment!r}{hint}")
     folder = Path(out) if out is not None else Path("runs") / f"reproduce-{experiment}"
     if not resume and folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty; give another folder (--out), or go on in it (--resume).")

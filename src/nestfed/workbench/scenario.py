@@ -13,7 +13,7 @@ import pandas as pd
 
 from nestfed.algorithms import make
 from nestfed.core.algorithm import Algorithm
-from nestfed.core.settings import UserError, closest, validate
+from nestfed.core.settings import UserError, suggest, validate
 from nestfed.core.task import Task
 from nestfed.report.record import Chart, Metric
 
@@ -143,6 +143,4 @@ class Kind(abc.ABC):
 
 
 def nearest(name: str, known: Any) -> str:
-    meant = closest(name, known)
-    hint = f"; did you mean {meant!r}?" if meant else "."
-    return f"{hint} Known are {', '.join(known)}."
+    return f"{suggest(name, known)} Known are {', '.join(known)}."
