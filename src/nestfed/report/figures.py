@@ -16,7 +16,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from nestfed.core.settings import UserError
 from nestfed.report import statistics
-from nestfed.report.record import Metric, Record
+from nestfed.report.metrics import Metric
+from nestfed.report.record import Record
 from nestfed.report.style import Look, file_name, looks, title_of
 
 INK, MUTED, LINE = "#1D2329", "#5C6670", "#E3E6E9"

@@ -19,7 +19,8 @@ from markupsafe import Markup
 from nestfed.data.partition import GROUP_COLOURS
 from nestfed.report import statistics, tables
 from nestfed.report.figures import AXES, looks_of, metric_title
-from nestfed.report.record import Metric, Record
+from nestfed.report.metrics import Metric
+from nestfed.report.record import Record
 from nestfed.report.style import duration, numbers, spread, title_of
 
 POINTS = 400  # of a line, at most

@@ -12,7 +12,8 @@ import pandas as pd
 from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes a second to import
 
 from nestfed.core.settings import UserError
-from nestfed.report.record import Metric, Record
+from nestfed.report.metrics import Metric
+from nestfed.report.record import Record
 
 CONFIDENCE = 0.95
 STATISTICS = ("mean", "std", "n", "difference", "low", "high", "p", "pairs")

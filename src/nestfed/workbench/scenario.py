@@ -15,7 +15,7 @@ from nestfed.algorithms import make
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError, suggest, validate
 from nestfed.core.task import Task
-from nestfed.report.record import Chart, Metric
+from nestfed.report.metrics import Chart, Metric
 
 Setup = Any  # one seed's data, as a kind makes it
 

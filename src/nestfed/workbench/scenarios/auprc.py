@@ -27,7 +27,7 @@ from nestfed.data import TEST, TRAIN, Federated
 from nestfed.models import Perceptron
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision, ranked
 from nestfed.problems.robust import MeanLoss
-from nestfed.report.record import Chart, Metric
+from nestfed.report.metrics import Chart, Metric
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,

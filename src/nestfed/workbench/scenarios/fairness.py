@@ -23,7 +23,7 @@ from nestfed.core.rows import ClientRows
 from nestfed.core.settings import setting, static, struct
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN, VALIDATION
-from nestfed.report.record import Metric
+from nestfed.report.metrics import Metric
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.fair_problems import (
     DisparityLimit,

@@ -22,7 +22,7 @@ from nestfed.core.types import Array, PyTree
 from nestfed.data import TEST, TRAIN, Encoder, Federated
 from nestfed.models import Perceptron, dense, hidden_features
 from nestfed.problems import Personalised
-from nestfed.report.record import Metric
+from nestfed.report.metrics import Metric
 from nestfed.verbs.personalise import PersonalTask, spread
 from nestfed.workbench.scenario import Method, Stage, nearest
 from nestfed.workbench.scenarios.tabular import (

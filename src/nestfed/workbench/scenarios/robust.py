@@ -26,7 +26,7 @@ from nestfed.core.types import Array
 from nestfed.data import TRAIN
 from nestfed.problems import Compositional, worst_case
 from nestfed.problems.robust import KL, ChiSquare, CVaR
-from nestfed.report.record import Metric
+from nestfed.report.metrics import Metric
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,
