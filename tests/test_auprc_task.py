@@ -1,6 +1,5 @@
 """The average-precision task: metrics against scikit-learn, objectives, a user's own banks on the command line."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -22,11 +21,12 @@ from nestfed.problems.ranking import AveragePrecision, ranked
 from nestfed.report import figures
 from nestfed.report.page import render
 from nestfed.report.record import Record
+from nestfed.workbench.options import AuprcOptions
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
-from nestfed.workbench.scenarios.auprc import EVERYBODY, MARGIN, Auprc, area_under_curve, average_precision
+from nestfed.workbench.scenarios.auprc import EVERYBODY, Auprc, area_under_curve, average_precision
 from nestfed.workbench.scenarios.tabular import mean_loss
-from nestfed.workbench.stages import Budget, make_setups, sweep_method
+from nestfed.workbench.stages import Budget, set_up, sweep_method
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,8 +52,8 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kind(path):
-    return Auprc(data=str(path), label="fraud", positive="yes", clients="bank", batch_size=16, steps=100)
+def scenario(path):
+    return Auprc(AuprcOptions(data=str(path), label="fraud", positive="yes", clients="bank", batch_size=16, steps=100))
 
 
 # ------------------------------------------------------------------------------------------------- metrics
@@ -100,8 +100,8 @@ def test_more_recall_costs_precision_and_chance_is_the_share_of_positives():
 # ------------------------------------------------------------------------------------------------- set-up, objectives
 
 
-def test_training_rows_lie_positives_last_and_batches_are_stratified(kind):
-    setup = kind.set_up(0)
+def test_training_rows_lie_positives_last_and_batches_are_stratified(scenario):
+    setup = scenario.set_up(0)
     data, rows = setup.data, setup.rows
     assert data.client_names[int(np.argmin(setup.positives))] == "harbour" and setup.positives.min() == 0
     for k in range(3):
@@ -109,36 +109,39 @@ def test_training_rows_lie_positives_last_and_batches_are_stratified(kind):
         label = rows.columns["label"][start : start + size]
         assert label[: size - number].sum() == 0 and label[size - number :].sum() == number
         assert number == ((data.client == k) & (data.part == TRAIN) & (data.label == 1)).sum()
-    task = average_precision(setup, None)
+    task = average_precision(scenario, setup, None)
     k = int(np.argmax(setup.positives))
     batch = task.sample(task.data.client(k), jax.random.key(0))
-    assert batch.positive.sum() == setup.batch_positives == 8 and batch.positive[:8].all()
+    assert batch.positive.sum() == scenario.batch_positives(setup) == 8 and batch.positive[:8].all()
     np.testing.assert_array_equal(batch.rows["label"], batch.positive)
     assert (batch.rows["part"] == TRAIN).all()
 
 
-def test_clients_count_by_their_positives_and_who_has_none_not_at_all(kind):
-    setup = kind.set_up(0)
+def test_clients_count_by_their_positives_and_who_has_none_not_at_all(scenario):
+    setup = scenario.set_up(0)
     harbour = setup.data.client_names.index("harbour")
-    by_positives = average_precision(setup, None).weights
+    by_positives = average_precision(scenario, setup, None).weights
     np.testing.assert_allclose(by_positives, setup.positives / setup.positives.sum())
     assert by_positives[harbour] == 0
     for other in (mean_loss, area_under_curve):
-        np.testing.assert_allclose(other(setup, None).weights, setup.train_sizes / setup.train_sizes.sum())
+        np.testing.assert_allclose(other(scenario, setup, None).weights, setup.train_sizes / setup.train_sizes.sum())
     share = setup.positives.sum() / setup.train_sizes.sum()
-    assert area_under_curve(setup, None).problem.positive_share == pytest.approx(share)  # that of the pooled rows
-    uniform = dataclasses.replace(setup, kind=dataclasses.replace(kind, averaging="uniform"))
-    np.testing.assert_allclose(average_precision(uniform, None).weights, np.where(by_positives > 0, 0.5, 0))
-    np.testing.assert_allclose(mean_loss(uniform, None).weights, 1 / 3)
+    assert area_under_curve(scenario, setup, None).problem.positive_share == pytest.approx(
+        share
+    )  # that of the pooled rows
+    uniform = scenario.change(averaging="uniform")
+    np.testing.assert_allclose(average_precision(uniform, setup, None).weights, np.where(by_positives > 0, 0.5, 0))
+    np.testing.assert_allclose(mean_loss(uniform, setup, None).weights, 1 / 3)
 
 
-def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(kind):
+def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(scenario):
     """A sweep lays the rows of all seeds in one pool: metrics in training are those of the final state of each."""
-    short = dataclasses.replace(kind, steps=10)
-    setups = make_setups(short, range(2))
-    traces = sweep_method(short, "soap", setups, {}, {"lr": [0.01, 1.0]}, Budget(evaluations=1), progress=False)
-    for trace in traces:
-        final, _ = short.evaluate(setups[trace.seed], trace.left)
+    short = scenario.change(steps=10)
+    trials = sweep_method(
+        set_up(short, range(2)), "soap", {}, {"lr": [0.01, 1.0]}, Budget(evaluations=1), progress=False
+    )
+    for trace in trials.traces:
+        final, _ = short.evaluate(trials.setups[trace.seed], trace.left)
         assert short.score(final) == pytest.approx(1 - final["validation_average_precision"])
         recorded = {name: values[-1] for name, values in trace.stages[0].history.items() if name in final}
         assert set(recorded) == set(final)
@@ -149,24 +152,24 @@ def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(kind):
 # ------------------------------------------------------------------------------------------------- the command line
 
 
-def surrogate(setup, theta) -> float:
+def surrogate(scenario, setup, theta) -> float:
     """-1 x the smoothed average precision of the training rows: numpy, straight from the formula, one client at a time,
     positives and negatives weighed as in a batch."""
-    data, kind = setup.data, setup.kind
+    data = setup.data
     h = 1 / (1 + np.exp(-np.asarray(setup.model(theta, jnp.asarray(data.inputs)), float)))
-    share, total = setup.batch_positives / setup.batch_size, 0.0
+    share, total = scenario.batch_positives(setup) / setup.batch_size, 0.0
     for k in range(len(data.client_names)):
         own = (data.client == k) & (data.part == TRAIN)
         above, below = h[own & (data.label == 1)], h[own & (data.label == 0)]
         if not above.size:
             continue
-        pair = lambda others: (np.maximum(kind.margin - above[:, None] + others[None], 0) ** 2).mean(1)
+        pair = lambda others: (np.maximum(scenario.options.margin - above[:, None] + others[None], 0) ** 2).mean(1)
         hits, misses = share * pair(above), (1 - share) * pair(below)
         total -= (hits / (hits + misses)).sum()
     return total / setup.positives.sum()
 
 
-def test_own_banks_in_one_command(call, path, kind, monkeypatch):
+def test_own_banks_in_one_command(call, path, scenario, monkeypatch):
     words = ["--data", path, "--label", "fraud", "--positive", "yes", "--clients", "bank", "--batch-size", "16"]
     code, out, err = call(
         "run", "auprc", *words, "--steps", "100", "--evaluations", "2", "--recall", "0.5", "--out", "a"
@@ -190,7 +193,7 @@ def test_own_banks_in_one_command(call, path, kind, monkeypatch):
         np.testing.assert_allclose(last[name], final.loc[last.index, name], rtol=1e-6, err_msg=name)
 
     # Each method's saved model, used on the table as a stranger would, gives the numbers of the report.
-    setup = dataclasses.replace(kind, recall=0.5).set_up(0)
+    setup = scenario.change(recall=0.5).set_up(0)
     data, frame = setup.data, pd.read_csv(path)
     for method in record.methods:
         scores = TabularModel.load(f"a/models/{method}-seed0.npz").probability(frame)
@@ -209,7 +212,7 @@ def test_own_banks_in_one_command(call, path, kind, monkeypatch):
 
     # What is trained goes down.
     trained = TabularModel.load("a/models/fcsg-m-seed0.npz").theta
-    assert surrogate(setup, trained) < surrogate(setup, setup.theta) - 0.05
+    assert surrogate(scenario, setup, trained) < surrogate(scenario, setup, setup.theta) - 0.05
 
     # A client without positives keeps its line, with dashes, and the page names it.
     table = Path("a/tables/slices-client.md").read_text()
@@ -288,14 +291,14 @@ def test_mistakes_are_one_line(call, words, message):
 def test_the_usual_run_needs_no_option():
     request = Request.of({"task": "auprc"})
     assert request.methods == ["fedavg", "coda-plus", "fcsg-m"]
-    setup = request.kind.set_up(0)
+    setup = request.scenario.set_up(0)
     rates = [setup.data.label[setup.data.client == k].mean() for k in range(3)]
     assert max(rates) - min(rates) > 0.1 and (setup.positives > 0).all()
-    assert isinstance(average_precision(setup, None).problem, AveragePrecision)
+    assert isinstance(average_precision(request.scenario, setup, None).problem, AveragePrecision)
 
 
 def test_the_page_names_the_settings_that_hold():
     text = (ROOT / "docs" / "auprc.md").read_text(encoding="utf-8")
-    assert f"`--margin` ({MARGIN:g})" in text
+    assert f"`--margin` ({AuprcOptions().margin:g})" in text
     named = set(re.findall(r"^\| `(.*?)` ", text, re.M)) | set(re.findall(r"`([a-z-]+)`(?=[,|( ])", text))
     assert set(Auprc.methods) <= named

@@ -15,22 +15,23 @@ from nestfed.core.task import Task
 from nestfed.data import TRAIN
 from nestfed.models import Perceptron
 from nestfed.problems.hypergradients import Dense
+from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.scenarios import fairness
 from nestfed.workbench.scenarios.fair_problems import GroupWeights, WeightedRisk, soft_gap
 from nestfed.workbench.scenarios.fairness import Fairness, rates
-from nestfed.workbench.stages import Budget, best_changes, make_setups, run_method, sweep_method
+from nestfed.workbench.stages import Budget, best_changes, run_method, set_up, sweep_method
 
 STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def kind():
-    return Fairness(data="german", partition="ratios:2:2:6", steps=STEPS)
+def scenario():
+    return Fairness(FairnessOptions(data="german", partition="ratios:2:2:6", steps=STEPS))
 
 
 @pytest.fixture(scope="module")
-def setups(kind):
-    return make_setups(kind, range(2))
+def trials(scenario):
+    return set_up(scenario, range(2))
 
 
 def linear(theta, inputs):
@@ -118,9 +119,9 @@ def test_rates_leave_out_empty_groups():
 # ------------------------------------------------------------------------------------------------- the task
 
 
-def test_batches_come_from_the_right_part_of_the_right_client(kind, setups):
-    setup = setups[0]
-    task = fairness.weighted_risk(setup, None)
+def test_batches_come_from_the_right_part_of_the_right_client(scenario, trials):
+    setup = trials.first
+    task = fairness.weighted_risk(scenario, setup, None)
     data = setup.data
     for number in range(task.clients):
         batch = task.sample(task.data.client(jnp.asarray(number)), jax.random.key(number))
@@ -132,9 +133,9 @@ def test_batches_come_from_the_right_part_of_the_right_client(kind, setups):
         np.testing.assert_allclose(batch["shares"], np.bincount(members, minlength=4) / len(members), rtol=1e-6)
 
 
-def test_full_batch_gives_the_gradient_over_all_rows(setups):
-    setup = setups[0]
-    task = fairness.group_minimax(setup, None)
+def test_full_batch_gives_the_gradient_over_all_rows(scenario, trials):
+    setup = trials.first
+    task = fairness.group_minimax(scenario, setup, None)
     alpha = jnp.array([1.0, 2.0, 0.5, 3.0])
     for number in range(task.clients):
         batch = task.sample(task.data.client(jnp.asarray(number)), jax.random.key(0))
@@ -149,11 +150,11 @@ def test_full_batch_gives_the_gradient_over_all_rows(setups):
 
 
 @pytest.mark.parametrize("averaging", ["uniform", "samples"])
-def test_metrics_of_a_run_are_those_counted_on_the_host(kind, setups, averaging):
-    setup = dataclasses.replace(setups[0], kind=dataclasses.replace(kind, averaging=averaging))
-    task = fairness.weighted_risk(setup, None)
+def test_metrics_of_a_run_are_those_counted_on_the_host(scenario, trials, averaging):
+    setup, scenario = trials.first, scenario.change(averaging=averaging)
+    task = fairness.weighted_risk(scenario, setup, None)
     result = nestfed.simulate(nestfed.make("fedavg", lr=0.5, local_steps=5), task, rounds=2, evaluate_every=None)
-    by_hand, slices = kind.evaluate(setup, result.server)
+    by_hand, slices = scenario.evaluate(setup, scenario.leave(task, result.server, result.clients))
     for name, value in by_hand.items():
         if name in result.history:
             assert float(result.history[name][-1]) == pytest.approx(value, abs=1e-6), name
@@ -167,45 +168,48 @@ def test_metrics_of_a_run_are_those_counted_on_the_host(kind, setups, averaging)
     assert accuracy @ sizes / sizes.sum() == pytest.approx(by_hand["test_accuracy"])
 
 
-def test_two_stages_hand_the_weights_over(kind, setups):
-    algorithms = kind.method("fedbio").algorithms(setups[0], {"lr": 1.0})
-    trace = run_method(kind, "fedbio", algorithms, setups[0], 0, Budget(evaluations=4), progress=False)
+def test_two_stages_hand_the_weights_over(scenario, trials):
+    setup = trials.first
+    algorithms = scenario.algorithms("fedbio", setup, {"lr": 1.0})
+    trace = run_method(trials, "fedbio", algorithms, 0, Budget(evaluations=4), progress=False)
     weights, model = trace.stages
     assert (weights.name, model.name) == ("weights", "model")
     found = weights.history["weights"][-1]
     assert found.mean() == pytest.approx(1) and np.abs(found - 1).max() > 1e-3
-    problem = WeightedRisk(weights=jnp.asarray(found), groups=4, penalty=kind.penalty)
+    problem = WeightedRisk(weights=jnp.asarray(found), groups=4, penalty=scenario.options.penalty)
     again = nestfed.simulate(
-        nestfed.make("fedavg", lr=0.1, local_steps=5), setups[0].task(problem, setups[0].theta),
+        nestfed.make("fedavg", lr=0.1, local_steps=5), scenario.pose(setup, problem, setup.theta),
         seed=0, rounds=STEPS // 5,
     )  # fmt: skip
-    np.testing.assert_allclose(trace.left.x, again.server.x, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(trace.left.server.x, again.server.x, rtol=1e-5, atol=1e-7)
 
 
 # A method of one stage, one with an answer of its own for every client, and one of two stages.
 @pytest.mark.parametrize("name", ["fedavg", "fcfl", "fedbio"])
-def test_a_row_of_a_sweep_over_seeds_is_the_run_of_that_seed(kind, setups, name):
+def test_a_row_of_a_sweep_over_seeds_is_the_run_of_that_seed(scenario, trials, name):
     """Seeds differ in split, start and batches, and run side by side on one pool of rows."""
     grid = {"lr": [0.05, 0.5]}
-    traces = sweep_method(kind, name, setups, {}, grid, Budget(evaluations=2), progress=False)
+    swept = sweep_method(trials, name, {}, grid, Budget(evaluations=2), progress=False)
+    traces = swept.traces
     assert [(t.changes["lr"], t.seed) for t in traces] == [(0.05, 0), (0.05, 1), (0.5, 0), (0.5, 1)]
     chosen = traces[3]
-    algorithms = kind.method(name).algorithms(setups[0], {"lr": 0.5})
-    alone = run_method(kind, name, algorithms, setups[1], 1, Budget(evaluations=2), progress=False)
-    np.testing.assert_allclose(chosen.left.x, alone.left.x, rtol=1e-6, atol=1e-9)
+    algorithms = scenario.algorithms(name, trials.first, {"lr": 0.5})
+    alone = run_method(trials, name, algorithms, 1, Budget(evaluations=2), progress=False)
+    np.testing.assert_allclose(chosen.left.server.x, alone.left.server.x, rtol=1e-6, atol=1e-9)
     for mine, other in zip(chosen.stages, alone.stages, strict=True):
         assert set(mine.history) == set(other.history) and mine.participants.tolist() == other.participants.tolist()
         for key, values in mine.history.items():
             np.testing.assert_allclose(values, other.history[key], rtol=1e-6, atol=1e-7, err_msg=key)
-    best = best_changes(kind, setups, traces)
+    best = best_changes(swept)
     final = lambda lr: np.mean(
-        [kind.evaluate(setups[t.seed], t.left)[0]["outer_loss"] for t in traces if t.changes["lr"] == lr]
+        [scenario.evaluate(trials.setups[t.seed], t.left)[0]["outer_loss"] for t in traces if t.changes["lr"] == lr]
     )
     assert best["lr"] == min((0.05, 0.5), key=final)  # of the state that counts: FedMinMax returns the average
 
 
-def test_a_sweep_refuses_tasks_that_do_not_fit_together(setups):
-    tasks = [fairness.weighted_risk(setups[0], None), fairness.regularised_risk(setups[1], None)]
+def test_a_sweep_refuses_tasks_that_do_not_fit_together(scenario, trials):
+    first, second = trials.setups.values()
+    tasks = [fairness.weighted_risk(scenario, first, None), fairness.regularised_risk(scenario, second, None)]
     algorithm = nestfed.make("fedavg", lr=0.1)
     with pytest.raises(nestfed.UserError, match="differ in more than numbers"):
         nestfed.sweep([algorithm], tasks, seeds=[0, 1], rounds=1)
@@ -213,24 +217,27 @@ def test_a_sweep_refuses_tasks_that_do_not_fit_together(setups):
         nestfed.sweep([algorithm], tasks, seeds=[0, 1, 2], rounds=1)
 
 
-def test_diverging_settings_are_passed_over(kind, setups):
-    traces = sweep_method(kind, "fedavg", setups, {}, {"lr": [1e30, 0.1]}, Budget(evaluations=1), progress=False)
-    assert [t.status for t in traces] == ["diverged"] * 2 + ["finished"] * 2
-    assert best_changes(kind, setups, traces) == {"lr": 0.1}
+def test_diverging_settings_are_passed_over(trials):
+    swept = sweep_method(trials, "fedavg", {}, {"lr": [1e30, 0.1]}, Budget(evaluations=1), progress=False)
+    assert [t.status for t in swept.traces] == ["diverged"] * 2 + ["finished"] * 2
+    assert best_changes(swept) == {"lr": 0.1}
     with pytest.raises(nestfed.UserError, match="every setting of fedavg diverged"):
-        best_changes(kind, setups, traces[:2])
+        best_changes(dataclasses.replace(swept, traces=swept.traces[:2]))
 
 
-def test_neumann_step_is_below_the_inverse_curvature(setups):
-    setup = setups[0]
+def test_neumann_step_is_below_the_inverse_curvature(scenario, trials):
+    setup = trials.first
     inputs = setup.data.inputs[setup.data.part == TRAIN]
     theta, weights = setup.theta, jnp.full(4, 2.0)
     batch = {
         "train": rows(inputs, setup.data.label[setup.data.part == TRAIN], setup.data.group[setup.data.part == TRAIN])
     }
     flat, unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, theta))
-    hessian = jax.hessian(lambda v: setup.group_problem.lower(weights, unravel(v), batch, None))(flat)
+    problem = fairness.group_weights(scenario, setup, None).problem
+    hessian = jax.hessian(lambda v: problem.lower(weights, unravel(v), batch, None))(flat)
     top = np.linalg.eigvalsh(hessian)[-1]
-    assert setup.curvature == pytest.approx(top, rel=1e-4)  # attained at zero logits with weights of 2
-    (weights_stage, _) = Fairness.methods["fedbio"].algorithms(setup, {})
+    assert setup.curvature + scenario.options.penalty == pytest.approx(
+        top, rel=1e-4
+    )  # attained at zero logits with weights of 2
+    (weights_stage, _) = scenario.algorithms("fedbio", setup, {})
     assert weights_stage.hypergradient.lr == pytest.approx(1 / top, rel=0.05)

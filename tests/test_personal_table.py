@@ -16,10 +16,11 @@ from nestfed.core.algorithm import Sample
 from nestfed.data import TEST, TRAIN
 from nestfed.report.record import Record
 from nestfed.uploads.privacy import LocalDP
+from nestfed.workbench.options import PersonalOptions
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import ClientModels, TabularModel
 from nestfed.workbench.scenarios.personal import METHODS, BinaryClasses, Personal, from_the_start
-from nestfed.workbench.stages import Budget, make_setups, run_method, sweep_method
+from nestfed.workbench.stages import Budget, run_method, set_up, sweep_method
 
 NAMES = ("north", "south", "harbour")
 KEY = jax.random.key(0)
@@ -44,20 +45,22 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kind(path):
-    return Personal(data=str(path), label="ill", positive="yes", clients="hospital", batch_size=16, steps=10)
+def scenario(path):
+    return Personal(
+        PersonalOptions(data=str(path), label="ill", positive="yes", clients="hospital", batch_size=16, steps=10)
+    )
 
 
 @pytest.fixture(scope="module")
-def setups(kind):
-    return make_setups(kind, range(2))
+def trials(scenario):
+    return set_up(scenario, range(2))
 
 
 # ------------------------------------------------------------------------------------------------- the problem
 
 
-def test_the_loss_is_the_logistic_loss_of_the_network(setups):
-    setup = setups[0]
+def test_the_loss_is_the_logistic_loss_of_the_network(trials):
+    setup = trials.first
     problem, (u, v) = BinaryClasses(weight_decay=0.4).bind(setup.theta)
     inputs, labels = setup.data.inputs[:7], setup.data.label[:7]
     logits = setup.model(setup.theta, jnp.asarray(inputs))
@@ -85,11 +88,11 @@ def with_other_rows(setup):
 
 # These pass over all rows of a client in a round.
 @pytest.mark.parametrize("name", ["fedreco-pvr", "fedpac"])
-def test_only_training_rows_are_trained_on(name, setups):
+def test_only_training_rows_are_trained_on(name, scenario, trials):
     algorithm = make(name, lr=0.1, local_steps=2, head_steps=2)
     one, other = (
-        simulate(algorithm, from_the_start(setup, None), rounds=2, evaluate_every=None, progress=False)
-        for setup in (setups[0], with_other_rows(setups[0]))
+        simulate(algorithm, from_the_start(scenario, setup, None), rounds=2, evaluate_every=None, progress=False)
+        for setup in (trials.first, with_other_rows(trials.first))
     )
     for ours, theirs in zip(jax.tree.leaves((one.server, one.clients)), jax.tree.leaves((other.server, other.clients)),
                             strict=True):  # fmt: skip
@@ -99,44 +102,43 @@ def test_only_training_rows_are_trained_on(name, setups):
 # ------------------------------------------------------------------------------------------------- methods
 
 
-def test_a_row_of_a_sweep_is_a_run_and_its_metrics_are_those_of_its_models(kind, setups):
+def test_a_row_of_a_sweep_is_a_run_and_its_metrics_are_those_of_its_models(scenario, trials):
     name, grid = "fedreco", {"lr": [0.05, 0.2]}
-    traces = sweep_method(kind, name, setups, {}, grid, Budget(evaluations=1), progress=False)
-    trace = next(t for t in traces if t.seed == 1 and t.changes["lr"] == 0.2)
-    algorithms = kind.method(name).algorithms(setups[1], {"lr": 0.2})
-    alone = run_method(kind, name, algorithms, setups[1], 1, Budget(evaluations=1), progress=False)
+    swept = sweep_method(trials, name, {}, grid, Budget(evaluations=1), progress=False)
+    trace = next(t for t in swept.traces if t.seed == 1 and t.changes["lr"] == 0.2)
+    algorithms = scenario.algorithms(name, trials.setups[1], {"lr": 0.2})
+    alone = run_method(trials, name, algorithms, 1, Budget(evaluations=1), progress=False)
     for ours, theirs in zip(trace.left, alone.left, strict=True):
         assert ours.shape[0] == len(NAMES)
         assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-    final, _ = kind.evaluate(setups[1], trace.left)
+    final, _ = scenario.evaluate(trials.setups[1], trace.left)
     recorded = {metric: values[-1] for metric, values in trace.stages[-1].history.items() if metric in final}
     assert set(recorded) == set(final) and len(final) == 18
     for metric, value in recorded.items():
         assert value == pytest.approx(final[metric], rel=1e-5), metric
 
 
-def test_a_stage_of_tuning_goes_on_from_the_common_model(kind, setups):
+def test_a_stage_of_tuning_goes_on_from_the_common_model(scenario, trials):
     """FedBABU's head is the start's until clients train it; with a step size near zero it stays there."""
-    method = kind.method("fedbabu")
-    algorithms = method.algorithms(setups[0], {"tuning.lr": 1e-12})
-    left = run_method(kind, "fedbabu", algorithms, setups[0], 0, Budget(evaluations=1), progress=False).left
-    problem, (u, v) = BinaryClasses().bind(setups[0].theta)
+    algorithms = scenario.algorithms("fedbabu", trials.first, {"tuning.lr": 1e-12})
+    left = run_method(trials, "fedbabu", algorithms, 0, Budget(evaluations=1), progress=False).left
+    problem, (u, v) = BinaryClasses().bind(trials.first.theta)
     assert_allclose(left.v, np.broadcast_to(v, left.v.shape), atol=1e-9)
     assert_allclose(left.u, np.broadcast_to(left.u[0], left.u.shape), atol=1e-12)
     assert np.abs(left.u[0] - u).max() > 1e-3
-    algorithms = method.algorithms(setups[0], {"tuning.lr": 0.3})
-    tuned = run_method(kind, "fedbabu", algorithms, setups[0], 0, Budget(evaluations=1), progress=False).left
+    algorithms = scenario.algorithms("fedbabu", trials.first, {"tuning.lr": 0.3})
+    tuned = run_method(trials, "fedbabu", algorithms, 0, Budget(evaluations=1), progress=False).left
     assert_allclose(tuned.u, np.broadcast_to(tuned.u[0], tuned.u.shape), atol=1e-12)  # the head alone
     assert np.abs(tuned.v - v[None]).max() > 1e-3 and np.abs(tuned.v[0] - tuned.v[1]).max() > 1e-4
 
 
-def test_a_stage_without_exchanges_takes_no_part_of_a_privacy_budget(kind, setups):
+def test_a_stage_without_exchanges_takes_no_part_of_a_privacy_budget(scenario, trials):
     privacy = LocalDP(clip=1.0, noise_multiplier=2.0, delta=1e-5, budget=4.2)
     budget = Budget(rounds=8, evaluations=1, privacy=privacy)
     done = lambda name: [
         (stage.done, stage.spending.epsilon(stage.done))
         for stage in run_method(
-            kind, name, kind.method(name).algorithms(setups[0], {}), setups[0], 0, budget, progress=False
+            trials, name, scenario.algorithms(name, trials.first, {}), 0, budget, progress=False
         ).stages
     ]  # fmt: skip
     (alone,), (first, second) = done("fedavg"), done("fedavg-tuned")
@@ -162,7 +164,7 @@ def test_own_hospitals_in_one_command(call, path):
     assert final.loc["fedavg", "test_accuracy_lowest"] == pytest.approx(accuracy["fedavg"].min())
 
     # The saved models, used as a stranger would, give the numbers of the report.
-    data, frame = Request.of({"task": "personal", **record.settings}).kind.set_up(0).data, pd.read_csv(path)
+    data, frame = Request.of({"task": "personal", **record.settings}).scenario.set_up(0).data, pd.read_csv(path)
     for method in record.methods:
         models = ClientModels.load(f"a/models/{method}-seed0.npz")
         assert models.clients == data.client_names

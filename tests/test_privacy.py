@@ -478,8 +478,8 @@ def test_a_named_run_with_poisson_cohorts_and_repeatable_noise(call, tmp_path):
 
 
 def test_stages_share_no_noise_even_where_it_is_repeatable():
-    budget, kind = Budget(privacy=CENTRAL, noise_seed=3), Fairness()
+    budget, scenario = Budget(privacy=CENTRAL, noise_seed=3), Fairness()
     at_first = Trace("fedbio", 0, {})
     stage = StageTrace("weights", 5, {}, np.zeros(5), measure(make("fedavg", lr=0.1), regression()), 3, "last")
-    later = at_first.extended(stage, None, "finished", {})
-    assert len({budget.options(5, kind, trace)["noise_seed"] for trace in (at_first, later)}) == 2
+    later = at_first.extend(stage, None, "finished", {})
+    assert len({budget.options(5, scenario, trace)["noise_seed"] for trace in (at_first, later)}) == 2

@@ -1,6 +1,5 @@
 """The robust task: metrics against numpy and scipy, methods against the optimum, the user's own hospitals."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -24,10 +23,11 @@ from nestfed.data import TEST, TRAIN, VALIDATION, federate, read_table
 from nestfed.problems.toys import quadratics
 from nestfed.report.record import Record
 from nestfed.verbs.history import rise_of
+from nestfed.workbench.options import RobustOptions
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
-from nestfed.workbench.scenarios.robust import Divergence, Pool, Robust, measures, robust_loss
-from nestfed.workbench.stages import Budget, best_changes, make_setups, sweep_method
+from nestfed.workbench.scenarios.robust import ADVERSARIES, Pool, Robust, measures, robust_loss
+from nestfed.workbench.stages import Budget, best_changes, set_up, sweep_method
 
 PENALTY = 1e-3
 
@@ -54,8 +54,10 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kind(path):
-    return Robust(data=str(path), label="ill", clients="hospital", drop=("sex",), batch_size=64, steps=600)
+def scenario(path):
+    return Robust(
+        RobustOptions(data=str(path), label="ill", clients="hospital", drop=("sex",), batch_size=64, steps=600)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +130,14 @@ def test_the_worst_decile_is_a_cvar_and_strength_nine_is_the_worst_decile():
         lambda c: c + np.mean(np.maximum(losses - c, 0)) / 0.1, bounds=(0, 20), method="bounded"
     )
     assert worst_share(losses, 0.1) == pytest.approx(by_dual.fun, rel=1e-6)
-    adversary = Divergence(name="cvar", strength=9.0)
+    adversary = ADVERSARIES["cvar"](strength=9.0)
     assert float(adversary.value(jnp.asarray(losses), jnp.ones(1000))) == pytest.approx(worst_share(losses, 0.1))
 
 
 def test_the_stronger_the_more_cautious():
     losses = jnp.asarray(np.random.default_rng(0).exponential(size=200))
     for name in ("kl", "chi-square", "cvar"):
-        value = jax.jit(lambda strength: Divergence(name=name, strength=strength).value(losses, jnp.ones(200)))
+        value = jax.jit(lambda strength: ADVERSARIES[name](strength=strength).value(losses, jnp.ones(200)))
         values = [float(value(strength)) for strength in (1e-4, 0.1, 1.0, 10.0, 1e3)]
         assert values[0] == pytest.approx(float(losses.mean()), rel=1e-3)  # hardly any: the mean
         assert values == sorted(values)
@@ -144,7 +146,7 @@ def test_the_stronger_the_more_cautious():
 
 def test_a_part_without_rows_has_no_metrics():
     pool = Pool(jnp.array([1.0, -1.0]), jnp.array([1, 0]), jnp.array([0, 0]), jnp.zeros(2, int), jnp.zeros(2, int))
-    found = measures(pool, Divergence(name="kl", strength=1.0), 1, 1)
+    found = measures(pool, ADVERSARIES["kl"](strength=1.0), 1, 1)
     assert np.isnan(found["test_worst_decile_loss"]) and np.isfinite(found["train_worst_decile_loss"])
     assert "train_worst_group_loss" not in found
 
@@ -158,9 +160,9 @@ def training_rows(setup) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([inputs, np.ones((len(inputs), 1))], 1), setup.data.label[inside]
 
 
-def test_a_run_ends_at_the_robust_optimum_and_the_controls_do_not(kind, study):
+def test_a_run_ends_at_the_robust_optimum_and_the_controls_do_not(scenario, study):
     """The problem is convex: scipy finds the best robust objective there is."""
-    inputs, label = training_rows(kind.set_up(0))
+    inputs, label = training_rows(scenario.set_up(0))
 
     def value(theta, mean):
         loss = np.logaddexp(0, inputs @ theta) - label * (inputs @ theta)
@@ -204,30 +206,32 @@ def test_the_report_shows_the_worst_rows_and_says_what_strength_means(study):
     )
 
 
-def test_seeds_of_a_sweep_have_their_own_rows_and_the_robust_objective_chooses(kind):
+def test_seeds_of_a_sweep_have_their_own_rows_and_the_robust_objective_chooses(scenario):
     """Seeds lie in one pool, their clients at other places of it: everybody's rows come back in order."""
-    short = dataclasses.replace(kind, steps=10, divergence="cvar")
-    setups = make_setups(short, range(2))
-    traces = sweep_method(short, "ds-feddro", setups, {}, {"lr": [0.01, 0.3]}, Budget(evaluations=1), progress=False)
+    short = scenario.change(steps=10, divergence="cvar")
+    trials = sweep_method(
+        set_up(short, range(2)), "ds-feddro", {}, {"lr": [0.01, 0.3]}, Budget(evaluations=1), progress=False
+    )
     scores = {0.01: 0.0, 0.3: 0.0}
-    for trace in traces:
-        final, _ = short.evaluate(setups[trace.seed], trace.left)
+    for trace in trials.traces:
+        final, _ = short.evaluate(trials.setups[trace.seed], trace.left)
         for name, values in trace.stages[0].history.items():
             if name in final:
                 assert values[-1] == pytest.approx(final[name], rel=1e-6), name
         scores[trace.changes["lr"]] += final["validation_robust_objective"]
-    assert best_changes(short, setups, traces) == {"lr": min(scores, key=scores.__getitem__)}
+    assert best_changes(trials) == {"lr": min(scores, key=scores.__getitem__)}
     # The threshold of CVaR is a variable of the problem, and no parameter of the model.
-    theta = short.trained(setups[0], traces[0].left).theta
-    assert traces[0].left.x.size == sum(leaf.size for leaf in theta[0].values()) + 1
+    left = trials.traces[0].left
+    theta = short.make_model(trials.first, left).theta
+    assert left.server.x.size == sum(leaf.size for leaf in theta[0].values()) + 1
 
 
-def test_no_row_can_weigh_more_than_the_bound(kind):
-    setup = kind.set_up(0)
+def test_no_row_can_weigh_more_than_the_bound(scenario):
+    setup = scenario.set_up(0)
     rows = int((setup.data.part == TRAIN).sum())
-    assert robust_loss(setup, None).problem.largest_weight == pytest.approx(rows)
-    uniform = dataclasses.replace(kind, averaging="uniform").set_up(0)
-    assert uniform.problem.largest_weight == pytest.approx(
+    assert robust_loss(scenario, setup, None).problem.largest_weight == pytest.approx(rows)
+    uniform = scenario.change(averaging="uniform")
+    assert robust_loss(uniform, setup, None).problem.largest_weight == pytest.approx(
         3 * np.bincount(setup.data.client[setup.data.part == 0]).max()
     )
 
@@ -236,7 +240,7 @@ def test_the_usual_run_needs_no_option():
     request = Request.of({"task": "robust"})
     assert request.methods == ["fedavg", "feddro", "ds-feddro"]
     for seed in range(3):
-        setup = request.kind.set_up(seed)
+        setup = request.scenario.set_up(seed)
         rates = [setup.data.label[setup.data.client == k].mean() for k in range(3)]
         assert max(rates) - min(rates) > 0.1  # clients differ
         assert setup.data.group_names == ("all rows",) and "sex=Male" in setup.data.feature_names
@@ -244,10 +248,10 @@ def test_the_usual_run_needs_no_option():
 
 @pytest.mark.parametrize("name", ["mbsgd", "fastdro"])
 @pytest.mark.parametrize("divergence", ["kl", "chi-square", "cvar"])
-def test_baselines_face_the_same_adversary(kind, name, divergence):
-    changed = dataclasses.replace(kind, divergence=divergence, strength=4.0)
+def test_baselines_face_the_same_adversary(scenario, name, divergence):
+    changed = scenario.change(divergence=divergence, strength=4.0)
     setup = changed.set_up(0)
-    (algorithm,) = changed.method(name).algorithms(setup, {})
+    (algorithm,) = changed.algorithms(name, setup, {})
     assert algorithm.lr == pytest.approx(0.025)
     if name == "fastdro":
         losses = jnp.asarray(np.random.default_rng(0).exponential(size=3 * 64))
@@ -314,7 +318,7 @@ def test_cost_and_lists_know_the_task(call, path):
     assert "robust" in call("list", "tasks")[1]
     described = {row["method"]: row["what it does"] for row in json.loads(call("list", "robust", "--json")[1])}
     assert described["fedavg-co-1"].startswith("Negative control") and described["fedavg-co-2"].startswith("Negative")
-    shown = " ".join(call("run", "--help")[1].replace("│", " ").split())
+    shown = " ".join(call("run", "robust", "--help")[1].replace("│", " ").split())
     assert "Moving weight to bad rows costs 1 / strength; cvar counts the worst 1 / (1 + strength) of rows." in shown
 
 

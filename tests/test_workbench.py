@@ -19,8 +19,9 @@ from sklearn.metrics import roc_auc_score
 import nestfed
 from nestfed import cli, workbench
 from nestfed.report.record import Record
+from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.request import Request
-from nestfed.workbench.scenario import Kind
+from nestfed.workbench.scenario import Scenario
 from nestfed.workbench.scenarios.fairness import Fairness
 from nestfed.workbench.scenarios.tabular import TabularModel, area_under_roc
 
@@ -370,9 +371,9 @@ def test_output_rules_and_rounds_reach_the_last_stage(tmp_path):
     )
     seen = study.history.outer_loss
     assert study.final.outer_loss[0] == pytest.approx(seen.min(), rel=1e-5)
-    (fcfl,) = Request.of({"rounds": 50}).kind.method("fcfl").stages
-    kind = Request.of({"rounds": 50, "data": "german"}).kind
-    assert fcfl.settings(kind.set_up(0))["stage_one_steps"] == 20
+    scenario = Request.of({"rounds": 50, "data": "german"}).scenario
+    (fcfl,) = scenario.method("fcfl").stages
+    assert fcfl.settings(scenario, scenario.set_up(0))["stage_one_steps"] == 20
 
 
 def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path):
@@ -425,13 +426,11 @@ def test_the_shell_completes_commands():
     assert shown.stdout.split() == ["report", "reproduce"]
 
 
-def test_a_kind_of_task_that_lacks_a_part_cannot_be_made():
+def test_a_scenario_that_lacks_a_part_cannot_be_made():
     @dataclasses.dataclass(frozen=True)
-    class Half(Kind):
-        steps: int = 1
-
+    class Half(Scenario):
         def set_up(self, seed):
             return None
 
-    with pytest.raises(TypeError, match="abstract methods? .*evaluate.*holdings.*summary.*trained"):
-        Half()
+    with pytest.raises(TypeError, match="abstract methods? .*evaluate.*holdings.*make_model.*summary"):
+        Half(FairnessOptions())

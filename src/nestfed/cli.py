@@ -1,223 +1,253 @@
 """The command line: parse, call, print; no logic.
 
 Exit codes: 0 done, 1 something that was given is wrong, 2 the command line is wrong, 3 a method diverged in every seed,
-130 interrupted.
+130 interrupted. Help and shell completion import nothing that is slow: what a task may be asked for is described in
+`nestfed.workbench.options`, and `nestfed.workbench` loads its verbs when they are called.
 """
 
 import dataclasses
-import functools
-import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-import pandas as pd
+import click
 import typer
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from nestfed import workbench
 from nestfed.core.settings import UserError
-from nestfed.workbench.request import flat, read_settings
+from nestfed.workbench.fields import Option, flatten, merge_file, options_of, parse_pair, parse_value, read_settings
+from nestfed.workbench.options import (
+    DATA,
+    PRIVACY,
+    TASK,
+    TASKS,
+    TRAINING,
+    USUAL_TASK,
+    RunOptions,
+    TabularOptions,
+    find_task,
+)
 
-app = typer.Typer(
-    add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
-    help="Federated learning with nested objectives: train, compare, report.",
-)  # fmt: skip
-
-DATA, TRAINING, PRIVACY, OUTPUT = "Data", "Training", "Privacy", "Output"
+OUTPUT = "Output"
+PANELS = (TASK, DATA, TRAINING, PRIVACY, OUTPUT)  # in the order of help
+ORDER = ("demo", "run", "sweep", "compare", "report", "cost", "list", "reproduce")
+EXIT_CODES = {"finished": 0, "diverged": 3}  # by the status of a study
 MOST_ROWS = 60  # of a table on the screen
 
-
-def _flag(help: str, panel: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
-
-
-Out = Annotated[Path | None, _flag("Folder for the results (runs/...).", OUTPUT)]
-Json = Annotated[bool, _flag("Print the result as JSON and nothing else.", OUTPUT, "--json")]
-Quiet = Annotated[bool, _flag("Print the path of the result and nothing else.", OUTPUT, "--quiet", "-q")]
-
-# What every command about a task takes. A TOML file has the same names, with _ for -.
-OPTIONS: dict[str, Any] = {
-    "task": Annotated[str | None, typer.Argument(help="A task (`nestfed list tasks`), or a TOML file of settings.")],
-    "algorithm": Annotated[
-        list[str] | None, _flag("A method of the task; may be repeated.", TRAINING, "--algorithm", "-a")
-    ],
-    "set": Annotated[list[str] | None, _flag("A setting: lr=0.1, fedbio.lower_lr=1, model.lr=0.5.", TRAINING)],
-    "seeds": Annotated[str | None, _flag("Number of seeds, or a list: 0,3,7.", TRAINING)],
-    "rounds": Annotated[int | None, _flag("Rounds of every stage; without it --steps decides.", TRAINING)],
-    "steps": Annotated[int | None, _flag("Local steps of every stage (2000).", TRAINING)],
-    "cohort": Annotated[str | None, _flag("Clients per round: a number, or a fraction such as 0.1.", TRAINING)],
-    "sampling": Annotated[
-        str | None,
-        _flag("How they are drawn: weights (chances go with weights), uniform, poisson (each by its coin).", TRAINING),
-    ],
-    "dropout": Annotated[float | None, _flag("Probability that a chosen client fails.", TRAINING)],
-    "evaluations": Annotated[int | None, _flag("About so many evaluations per stage (100).", TRAINING)],
-    "output": Annotated[str | None, _flag("Which iterate counts: last, average, random, best (validation).", TRAINING)],
-    "privacy": Annotated[str | None, _flag("local (nobody is trusted) or central (the server is).", PRIVACY)],
-    "clip": Annotated[float | None, _flag("Largest norm of an upload.", PRIVACY)],
-    "noise_multiplier": Annotated[
-        float | None,
-        _flag(
-            "Noise / sensitivity of an exchange. The sensitivity is 2 x clip where a client's data may be replaced, so "
-            "this is half of what Opacus calls so; with --neighbours add-or-remove it is clip, and the same.", PRIVACY,
-        ),
-    ],
-    "neighbours": Annotated[
-        str | None,
-        _flag("What is hidden: replace (what a client holds), add-or-remove (that it is there).", PRIVACY),
-    ],
-    "noise_seed": Annotated[int | None, _flag("Repeatable noise, for tests: it protects nobody.", PRIVACY)],
-    "delta": Annotated[float | None, _flag("delta of the guarantee (1e-5).", PRIVACY)],
-    "epsilon_budget": Annotated[float | None, _flag("End before a round that would spend more.", PRIVACY)],
-    "model": Annotated[str | None, _flag("logistic, or network (two layers; personal).", TRAINING)],
-    "penalty": Annotated[float | None, _flag("mu of (mu / 2) |theta|^2 (0.001).", TRAINING)],
-    "batch_size": Annotated[int | None, _flag("Rows per batch (128, or 32 for small tables).", TRAINING)],
-    "averaging": Annotated[str | None, _flag("Weights of clients: uniform, samples (robust, auprc).", TRAINING)],
-    "divergence": Annotated[str | None, _flag("robust: kl, chi-square, cvar (the worst rows alone).", TRAINING)],
-    "strength": Annotated[
-        float | None,
-        _flag(
-            "robust: how cautious, above 0 (1). Moving weight to bad rows costs 1 / strength; cvar counts the worst "
-            "1 / (1 + strength) of rows.", TRAINING,
-        ),
-    ],
-    "margin": Annotated[
-        float | None, _flag("auprc: how far positives should lie above negatives, in probability (0.5).", TRAINING)
-    ],
-    "batch_positives": Annotated[int | None, _flag("auprc: positives per batch (half of its rows).", TRAINING)],
-    "recall": Annotated[float | None, _flag("auprc: at which recall precision is reported (0.8).", TRAINING)],
-    "weigh": Annotated[str | None, _flag("What FedBiO weighs: group, group+label.", TRAINING)],
-    "weight_form": Annotated[str | None, _flag("FedBiO's weights: projected, softmax.", TRAINING)],
-    "gap": Annotated[float | None, _flag("Weight of the EqOpp gap in FedBiO's upper loss (0).", TRAINING)],
-    "regulariser": Annotated[float | None, _flag("Coefficient of FedReg (0.1).", TRAINING)],
-    "full_batch": Annotated[bool | None, _flag("FedMinMax uses all rows.", TRAINING, "--full-batch/--no-full-batch")],
-    "data": Annotated[str | None, _flag("A data set (`nestfed list data`), or your CSV or Parquet file.", DATA)],
-    "label": Annotated[str | None, _flag("Column to predict (own file).", DATA)],
-    "positive": Annotated[str | None, _flag("Value of the label that counts as 1.", DATA)],
-    "threshold": Annotated[float | None, _flag("Or: the label counts as 1 above this number.", DATA)],
-    "group": Annotated[str | None, _flag("Column of the groups; sex+race joins two. Only fairness needs one.", DATA)],
-    "clients": Annotated[str | None, _flag("Number of clients, or the column that names them (3).", DATA)],
-    "partition": Annotated[str | None, _flag("iid (fairness), dirichlet:0.5, shards:2, classes:1, ratios:2:6.", DATA)],
-    "features": Annotated[str | None, _flag("standard, minimax-fair, minimax-fair-raw, minimax-fair-slip.", DATA)],
-    "keep_group": Annotated[bool | None, _flag("The group column is a feature.", DATA, "--keep-group/--no-keep-group")],
-    "drop": Annotated[list[str] | None, _flag("A column that is no feature; may be repeated.", DATA)],
-    "test_fraction": Annotated[float | None, _flag("Share of test rows (0.3).", DATA)],
-}  # fmt: skip
+OUT_HELP = "Folder for the results (runs/...)."
+JSON_HELP = "Print the result as JSON and nothing else."
+QUIET_HELP = "Print the path of the result and nothing else."
 
 
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all of OPTIONS; it receives those that were given as its first argument."""
-    first, *own = inspect.signature(command).parameters.values()
+class Commands(TyperGroup):
+    """All commands, in the order in which one needs them."""
 
-    @functools.wraps(command)
-    def parsed(**arguments: Any) -> None:
-        given = {name: arguments.pop(name) for name in OPTIONS}
-        command({name: value for name, value in given.items() if value is not None}, **arguments)
-
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [inspect.Parameter(n, keyword, default=None, annotation=a) for n, a in OPTIONS.items()]
-    own = [parameter.replace(kind=keyword) for parameter in own]
-    parsed.__signature__ = inspect.Signature([*options, *own])  # pyright: ignore[reportAttributeAccessIssue]
-    parsed.__annotations__ = OPTIONS | {parameter.name: parameter.annotation for parameter in own}
-    return parsed
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self.commands, key=ORDER.index)
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, _flag("Folder for the results.", OUTPUT)] = Path("runs/demo"),
-    json_: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Train fair classifiers on the bundled Adult data, three clients: FedAvg, FedBiO and FedBiOAcc."""
-    from nestfed.workbench.commands import fresh
-    from nestfed.workbench.demo import SETTINGS
-
-    _run({**SETTINGS}, out=fresh(out), resume=False, json_=json_, quiet=quiet)
+app = typer.Typer(
+    cls=Commands,
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Federated learning with nested objectives: train, compare, report.",
+)
 
 
-@app.command("list")
-def list_(
-    what: Annotated[str, typer.Argument(help="algorithms, tasks, data, a task, or an algorithm.")] = "algorithms",
-    json_: Json = False,
-) -> None:
-    """Show algorithms, tasks or data sets, the methods of one task, or the settings of one algorithm."""
-    from nestfed.algorithms import ALGORITHMS, find
-    from nestfed.data import describe
-    from nestfed.workbench.scenarios import TASKS
-
-    if what == "algorithms":
-        inner = {"bilevel": "lower level", "compositional": "inner function"}
-        scope = lambda cls: "" if cls.scope is None else f", {cls.scope} {inner[cls.family]}"
-        rows = [(n, c.family + scope(c), (c.__doc__ or "").strip().splitlines()[0]) for n, c in ALGORITHMS.items()]
-        frame = pd.DataFrame(rows, columns=["name", "problems", "what it does"])
-    elif what == "tasks":
-        rows = [(name, kind.description, ", ".join(kind.methods)) for name, kind in TASKS.items()]
-        frame = pd.DataFrame(rows, columns=["name", "what it trains", "methods"])
-    elif what in TASKS:
-        stages = lambda method: ", then ".join(stage.algorithm for stage in method.stages)
-        rows = [(name, method.description, stages(method)) for name, method in TASKS[what].methods.items()]
-        frame = pd.DataFrame(rows, columns=["method", "what it does", "algorithms"])
-    elif what == "data":
-        frame = describe()
-    else:
-        default = lambda field: "required" if field.default is dataclasses.MISSING else str(field.default)
-        fields = dataclasses.fields(find(what))
-        rows = [(field.name, default(field), field.metadata.get("description", "")) for field in fields]
-        frame = pd.DataFrame(rows, columns=["setting", "default", "meaning"])
-    _print_json(frame.to_dict("records")) if json_ else _console().print(_table(frame))
+# ------------------------------------------------------------------------------------------------- verbs about a task
 
 
-@app.command()
-@_with_options
-def run(
-    given: dict[str, Any],
-    out: Out = None,
-    resume: Annotated[bool, _flag("Go on with the run in --out.", OUTPUT)] = False,
-    json_: Json = False,
-    quiet: Quiet = False,
-) -> None:
+class Choice(click.ParamType):
+    """One of several words. A wrong one is refused where all options are checked, with one message for flags, files and
+    Python; here they are shown and completed."""
+
+    name = "text"
+
+    def __init__(self, words: Sequence[str]):
+        self.words = words
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(self.words)}]"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+
+
+def make_flag(option: Option, task: type[TabularOptions]) -> TyperOption:
+    """The flag of an option, as this task has it."""
+    names, switch = [option.name, option.flag], option.hint is bool
+    if switch:
+        names[1] += f"/{option.off_flag}"
+    elif option.short is not None:
+        names.append(option.short)
+    kinds, metavar = list(option.kinds), None
+    if option.is_table:
+        metavar = "KEY=VALUE"
+    elif len(kinds) > 1:
+        metavar = "NUMBER" if option.entries is None else "NUMBER,..."
+    plain = {int: click.INT, float: click.FLOAT}.get(kinds[0] if metavar is None else str, click.STRING)
+    return TyperOption(
+        param_decls=names,
+        type=None if switch else Choice(option.choices) if option.choices else plain,
+        is_flag=switch,
+        multiple=option.is_repeated,
+        default=None if option.is_repeated else option.default,
+        show_default=option.usual_of(task) or option.default is not None,
+        metavar=metavar,
+        help=escape(option.help),
+        rich_help_panel=option.panel,
+    )
+
+
+class TaskCommand(TyperCommand):
+    """A verb about one task: its flags are the options of the task and those of every run."""
+
+    def __init__(self, verb: "Verb", task: type[TabularOptions]):
+        self.verb, self.task, self.options = verb, task, options_of(task) | options_of(RunOptions)
+        options = sorted(self.options.values(), key=lambda option: PANELS.index(option.panel))
+        file = TyperArgument(param_decls=["file"], required=False, metavar="[FILE.toml]")
+        file.help = "Settings of a file; flags win over them."  # some versions of click forget it in the constructor
+        super().__init__(
+            task.name,
+            callback=self.call,
+            params=[file, *(make_flag(option, task) for option in options), *verb.flags],
+            help=f"{verb.summary} The task {task.name}: {task.description}.\n\n"
+            f"`nestfed list {task.name}` shows its methods.",
+            short_help=f"{task.description[0].upper()}{task.description[1:]}.",
+            rich_markup_mode=verb.rich_markup_mode,
+            rich_help_panel="Tasks",
+        )
+
+    def call(self, file: str | None, **values: Any) -> None:
+        source = click.get_current_context().get_parameter_source
+        said = [name for name in self.options if source(name) is ParameterSource.COMMANDLINE]
+        given = {name: self.options[name].parse(values[name]) for name in said}
+        own = {name: value for name, value in values.items() if name not in self.options}
+        self.verb.act(merge_file(file, {"task": self.task.name, **given}), file, **own)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-").replace("-", "_")
+            owners = [task for task, record in TASKS.items() if name in options_of(record)]
+            if not owners:
+                raise
+            raise UserError(
+                f"there is no setting {name!r} for the task {self.task.name}, only for {', '.join(owners)}; "
+                f"`nestfed {self.verb.name} {self.task.name} --help` shows those that there are."
+            ) from None
+
+
+class Verb(TyperGroup):
+    """`nestfed VERB TASK [FILE.toml] [OPTIONS]`: a command for every task.
+
+    The file may stand in place of the task, which it names. Where options come first, the task is the usual one.
+    """
+
+    act: ClassVar[Callable[..., None]]  # (settings, file or None, **flags)
+    flags: ClassVar[tuple[TyperOption, ...]]  # of the verb itself
+
+    def __init__(self, **attributes: Any):
+        super().__init__(**attributes)
+        self.commands = {name: TaskCommand(self, task) for name, task in TASKS.items()}
+
+    @property
+    def summary(self) -> str:
+        return str(self.help).partition("\n")[0]
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["TASK", "[FILE.toml]", "[OPTIONS]"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options_first = bool(args) and args[0].startswith("-") and args[0] not in ctx.help_option_names
+        return super().parse_args(ctx, [USUAL_TASK, *args] if options_first else args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        is_file = args[0].endswith(".toml")
+        try:
+            task = find_task(read_settings(args[0]).get("task", USUAL_TASK) if is_file else args[0])
+        except UserError:
+            if ctx.resilient_parsing:  # the shell asks what may follow
+                return None, None, args
+            raise
+        return task, self.commands[task], args if is_file else args[1:]
+
+
+def about_a_task(*flags: TyperOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function (settings, file, **flags) a verb about a task; its first line of help is that of every task."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        name, how = function.__name__, {"act": staticmethod(function), "flags": flags}
+        group = typer.Typer(cls=type(name.title(), (Verb,), how), no_args_is_help=True, help=function.__doc__)
+        app.add_typer(group, name=name)
+        return function
+
+    return register
+
+
+def _own(*names: str, help: str, **more: Any) -> TyperOption:
+    return TyperOption(param_decls=list(names), help=help, rich_help_panel=OUTPUT, **more)
+
+
+OUT = _own("--out", type=click.Path(path_type=Path), help=OUT_HELP)
+RESUME = _own("--resume", is_flag=True, help="Go on with the run in --out, or with that of the file.")
+JSON = _own("--json", "json_", is_flag=True, help=JSON_HELP)
+QUIET = _own("--quiet", "-q", is_flag=True, help=QUIET_HELP)
+GRID = TyperOption(
+    param_decls=["--grid"], multiple=True, metavar="KEY=VALUE,...", rich_help_panel=TRAINING,
+    help="Values of a setting: lr=0.01,0.1,1. May be repeated.",
+)  # fmt: skip
+
+
+@about_a_task(OUT, RESUME, JSON, QUIET)
+def run(settings: dict[str, Any], file: str | None, out: Path | None, resume: bool, json_: bool, quiet: bool) -> None:
     """Train one or several methods on a task, write a folder with everything, and a report.
 
     nestfed run fairness --algorithm fedavg --algorithm fedbio --seeds 3
 
-    nestfed run --data my.csv --label income --group sex --clients region
+    nestfed run fairness --data my.csv --label income --group sex --clients region
 
     nestfed run robust --data my.csv --label ill --clients hospital --divergence kl --strength 2
 
-    nestfed run auprc --data my.csv --label fraud --clients bank
+    nestfed run my.toml --seeds 5
 
-    nestfed run personal --data my.csv --label ill --clients hospital
+    `nestfed run TASK --help` shows what a task may be asked for.
     """
-    settings, source = _settings(given)
-    out = _out(settings, out)
+    out = _choose_out(settings, out)
     if resume and out is None:
         # The settings of a run lie in its folder: going on with them means going on there.
-        out = source.parent if source is not None and source.name == "settings.toml" else None
+        out = Path(file).parent if file is not None and Path(file).name == "settings.toml" else None
         if out is None:
             raise UserError("--resume was given without --out; name the folder of the run to go on with.")
     _run(settings, out=out, resume=resume, json_=json_, quiet=quiet)
 
 
-@app.command()
-@_with_options
+@about_a_task(GRID, OUT, JSON, QUIET)
 def sweep(
-    given: dict[str, Any],
-    grid: Annotated[list[str] | None, _flag("Values of a setting: lr=0.01,0.1,1; may be repeated.", TRAINING)] = None,
-    out: Out = None,
-    json_: Json = False,
-    quiet: Quiet = False,
+    settings: dict[str, Any], file: str | None, grid: Sequence[str], out: Path | None, json_: bool, quiet: bool
 ) -> None:
-    """Try a grid of settings x seeds in one program, and choose by validation data (never by test data)."""
-    from nestfed import workbench
+    """Try a grid of settings x seeds in one program, and choose by validation data (never by test data).
 
-    settings, _ = _settings(given)
-    out = _out(settings, out)
-    values = flat(settings.pop("grid", {}))
-    values |= {key: [_value(one) for one in text.split(",")] for key, text in map(_pair, grid or [])}
+    nestfed sweep fairness --algorithm fedbio --grid lower_lr=0.1,1 --grid model.lr=0.1,1
+
+    `nestfed sweep TASK --help` shows what a task may be asked for.
+    """
+    out = _choose_out(settings, out)
+    values = flatten(settings.pop("grid", {}))
+    values |= {key: [parse_value(one) for one in text.split(",")] for key, text in map(parse_pair, grid or ())}
     search = workbench.sweep(**settings, grid=values, out=out, progress=False if quiet or json_ else None)
     if json_:
         _print_json({"folder": str(search.folder), "best": search.best, "settings": _records(search.table)})
@@ -230,35 +260,93 @@ def sweep(
         typer.echo(str(search.folder))
 
 
+@about_a_task(JSON)
+def cost(settings: dict[str, Any], file: str | None, json_: bool) -> None:
+    """Show what every method of a task costs one client in a round: exchanges, bytes, oracle calls, samples.
+
+    nestfed cost fairness --data german
+
+    `nestfed cost TASK --help` shows what a task may be asked for.
+    """
+    table = workbench.cost_table(**settings)
+    _print_json(_records(table)) if json_ else _console().print(_table(table, title="One client, one round"))
+
+
+# ------------------------------------------------------------------------------------------------- other commands
+
+
+def _flag(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=OUTPUT, show_default=False)
+
+
+Out = Annotated[Path | None, _flag(OUT_HELP)]
+Json = Annotated[bool, _flag(JSON_HELP, "--json")]
+Quiet = Annotated[bool, _flag(QUIET_HELP, "--quiet", "-q")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, _flag(OUT_HELP)] = Path("runs/demo"),
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train fair classifiers on the bundled Adult data, three clients: FedAvg, FedBiO and FedBiOAcc."""
+    from nestfed.workbench.commands import find_fresh
+    from nestfed.workbench.demo import SETTINGS
+
+    _run({**SETTINGS}, out=find_fresh(out), resume=False, json_=json_, quiet=quiet)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="algorithms, tasks, data, a task, or an algorithm.")] = "algorithms",
+    json_: Json = False,
+) -> None:
+    """Show algorithms, tasks or data sets, the methods of one task, or the settings of one algorithm."""
+    import pandas as pd
+
+    from nestfed.algorithms import ALGORITHMS, find
+    from nestfed.data import describe
+    from nestfed.workbench.scenarios import SCENARIOS
+
+    if what == "algorithms":
+        inner = {"bilevel": "lower level", "compositional": "inner function"}
+        scope = lambda cls: "" if cls.scope is None else f", {cls.scope} {inner[cls.family]}"
+        rows = [(n, c.family + scope(c), (c.__doc__ or "").strip().splitlines()[0]) for n, c in ALGORITHMS.items()]
+        frame = pd.DataFrame(rows, columns=["name", "problems", "what it does"])
+    elif what == "tasks":
+        rows = [(name, TASKS[name].description, ", ".join(kind.methods)) for name, kind in SCENARIOS.items()]
+        frame = pd.DataFrame(rows, columns=["name", "what it trains", "methods"])
+    elif what in SCENARIOS:
+        stages = lambda method: ", then ".join(stage.algorithm for stage in method.stages)
+        rows = [(name, method.description, stages(method)) for name, method in SCENARIOS[what].methods.items()]
+        frame = pd.DataFrame(rows, columns=["method", "what it does", "algorithms"])
+    elif what == "data":
+        frame = describe()
+    else:
+        default = lambda field: "required" if field.default is dataclasses.MISSING else str(field.default)
+        fields = dataclasses.fields(find(what))
+        rows = [(field.name, default(field), field.metadata.get("description", "")) for field in fields]
+        frame = pd.DataFrame(rows, columns=["setting", "default", "meaning"])
+    _print_json(frame.to_dict("records")) if json_ else _console().print(_table(frame))
+
+
 @app.command()
 def compare(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs of one task.")],
-    out: Out = None, json_: Json = False, quiet: Quiet = False,
-) -> None:  # fmt: skip
+    out: Out = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Put several runs into one report, with differences paired by seed."""
-    from nestfed import workbench
-
     _show(workbench.compare(folders, out=out), json_=json_, quiet=quiet)
 
 
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run.")], json_: Json = False) -> None:
     """Write the report of a run again, from its files."""
-    from nestfed import workbench
-
     page = str(workbench.report(folder))
     _print_json({"report": page}) if json_ else typer.echo(page)
-
-
-@app.command()
-@_with_options
-def cost(given: dict[str, Any], json_: Json = False) -> None:
-    """What every method of a task costs one client in a round: exchanges, bytes, oracle calls, samples."""
-    from nestfed import workbench
-
-    settings, _ = _settings(given)
-    table = workbench.cost_table(**settings)
-    _print_json(_records(table)) if json_ else _console().print(_table(table, title="One client, one round"))
 
 
 @app.command()
@@ -270,8 +358,8 @@ def reproduce(
         ),
     ],
     out: Out = None,
-    quick: Annotated[bool, _flag("A small version, to see that it works.", TRAINING)] = False,
-    resume: Annotated[bool, _flag("Go on in a folder that is there.", OUTPUT)] = False,
+    quick: Annotated[bool, _flag("A small version, to see that it works.")] = False,
+    resume: Annotated[bool, _flag("Go on in a folder that is there.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -282,86 +370,31 @@ def reproduce(
     _print_json({"page": page}) if json_ else typer.echo(page)
 
 
-# ------------------------------------------------------------------------------------------------- parsing
+# ------------------------------------------------------------------------------------------------- printing
 
 
-def _settings(given: dict[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """What was given as flags, over what a TOML file says: (settings, the file)."""
-
-    flags = dict(given)
-    if "set" in flags:
-        flags["set"] = {key: _value(text) for key, text in map(_pair, flags["set"])}
-    if "seeds" in flags:
-        text = flags["seeds"]
-        words = [word.strip() for word in text.split(",") if word.strip()]
-        if not words or not all(word.isdecimal() for word in words):
-            raise UserError(
-                f"--seeds {text} was given; write a number of seeds, or a list such as 0,3,7 (one seed alone: 7,)."
-            )
-        flags["seeds"] = [int(word) for word in words] if "," in text else int(words[0])
-    if "cohort" in flags:
-        flags["cohort"] = _value(flags["cohort"])
-    source = Path(flags["task"]) if str(flags.get("task", "")).endswith(".toml") else None
-    if source is None:
-        return flags, None
-    del flags["task"]
-    file = read_settings(source)
-    both = file.get("set", {})
-    if "set" in flags and isinstance(both, Mapping):
-        both = flat(both) | flags["set"]
-    return {**file, **flags, "set": both}, source
-
-
-def _out(settings: dict[str, Any], flag: Path | None) -> Path | None:
+def _choose_out(settings: dict[str, Any], flag: Path | None) -> Path | None:
     """The folder that a flag or a file names."""
     named = settings.pop("out", None)
     return flag if flag is not None or named is None else Path(str(named))
 
 
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key or not value:
-        raise UserError(f"{text!r} was given; write key=value, for example lr=0.1.")
-    return key.strip(), value.strip()
-
-
-def _value(text: str) -> Any:
-    """A number or switch if it reads like one, otherwise the text."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-# ------------------------------------------------------------------------------------------------- printing
-
-
 def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: bool, quiet: bool) -> None:
-    from nestfed import workbench
+    def show(tables: Sequence[tuple[str, Any]]) -> None:
+        for title, frame in tables:
+            _console().print(_table(frame, title=title))
 
     silent = quiet or json_
-    if not silent:
-        for title, frame in workbench.describe_data(**settings, out=out, resume=resume):
-            _console().print(_table(frame, title=title))
+    how = {"out": out, "resume": resume, "progress": False if silent else None, "show": None if silent else show}
     try:
-        study = workbench.run(**settings, out=out, resume=resume, progress=False if silent else None)
+        study = workbench.run(**settings, **how)
     except workbench.Stopped as error:  # typer would end every KeyboardInterrupt without a word
         print(f"nestfed: {error}", file=sys.stderr)
         raise typer.Exit(130) from None
     _show(study, json_=json_, quiet=quiet)
-    final, title = study.final, study.record.title
-    of_seeds = lambda some: {m: len(f) for m, f in final[some].groupby("method", sort=False)}
-    for method, seeds in of_seeds(final.above_start).items():
-        often = f"in {seeds} of {len(study.record.about['seeds'])} seeds (training objective)"
-        advice = "this is not a result. Use smaller step sizes (--set lr=...)."
-        print(f"nestfed: {title(str(method))} ended above its start {often}: {advice}", file=sys.stderr)
-    failed = [title(m) for m in study.record.methods if m not in of_seeds(final.status == "finished")]
-    if failed:
-        advice = "use smaller step sizes (--set lr=...)."
-        print(f"nestfed: {', '.join(failed)} diverged in every seed; {advice}", file=sys.stderr)
-        raise typer.Exit(3)
+    for warning in study.warnings:
+        print(f"nestfed: {warning}", file=sys.stderr)
+    raise typer.Exit(EXIT_CODES[study.status])
 
 
 def _show(study: Any, *, json_: bool, quiet: bool) -> None:
@@ -391,10 +424,10 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
-def _table(frame: pd.DataFrame, title: str | None = None) -> Table:
+def _table(frame: Any, title: str | None = None) -> Table:
     shown = Table(title=title, title_justify="left")
     for column in frame.columns:
-        numeric = pd.api.types.is_numeric_dtype(frame[column])
+        numeric = frame[column].dtype.kind in "biufc"
         shown.add_column(escape(str(column)), justify="right" if numeric else "left", overflow="fold")
     for row in frame.head(MOST_ROWS).itertuples(index=False):
         shown.add_row(*(escape(f"{cell:,.4g}" if isinstance(cell, float) else str(cell)) for cell in row))
@@ -403,7 +436,7 @@ def _table(frame: pd.DataFrame, title: str | None = None) -> Table:
     return shown
 
 
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def _records(frame: Any) -> list[dict[str, Any]]:
     return json.loads(str(frame.to_json(orient="records")))  # NaN becomes null
 
 
@@ -413,13 +446,11 @@ def _print_json(value: Any) -> None:
 
 def main() -> None:
     """Bad input is one line on standard error and an exit code, never a traceback."""
-    from nestfed.workbench.stages import AllDiverged
-
     try:
         app()
     except UserError as error:
         print(f"nestfed: {error}", file=sys.stderr)
-        raise SystemExit(3 if isinstance(error, AllDiverged) else 1) from None
+        raise SystemExit(error.exit_code) from None
     except OSError as error:
         print(f"nestfed: {error.filename or 'a file'}: {error.strerror or error}.", file=sys.stderr)
         raise SystemExit(1) from None

@@ -70,6 +70,11 @@ class Problem:
         """The user's parameter tree of a flat vector."""
         return self.layouts[variable].unflatten(vector)
 
+    def params_of(self, server: Any, client: Any) -> PyTree:
+        """The model's parameters, from the server's part of a State and the client's: the user's tree of the first
+        variable, unless a problem adds numbers of its own to it."""
+        return self.tree(0, server.x)
+
     def project_x(self, x: PyTree) -> PyTree:
         """Projection of the (first) shared variable onto its feasible set, on the user's tree; identity by default."""
         return x

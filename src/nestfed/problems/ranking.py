@@ -183,6 +183,9 @@ class AreaUnderRoc(Minimax):
         dtype = jnp.result_type(*jax.tree.leaves(model))
         return {"model": model, "a": jnp.ones((), dtype), "b": jnp.zeros((), dtype)}, jnp.zeros((), dtype)
 
+    def params_of(self, server, client):
+        return super().params_of(server, client)["model"]
+
     def sample(self, data, key, size):
         return data.draw_rows(key, size)
 

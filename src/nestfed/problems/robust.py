@@ -120,6 +120,9 @@ class CVaR(Compositional):
     def start(self, model: PyTree, threshold: float = 0.0) -> PyTree:
         return {"model": model, "threshold": jnp.asarray(threshold)}
 
+    def params_of(self, server, client):
+        return super().params_of(server, client)["model"]
+
     def inner(self, x, batch, key):
         excess = self.losses(x["model"], batch, key) - x["threshold"]
         return self.width * jnp.mean(jax.nn.softplus(excess / self.width))

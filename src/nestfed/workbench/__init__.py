@@ -1,5 +1,8 @@
-"""Named tasks on tables, from a request to a report: what the command line does, in Python."""
+"""Named tasks on tables, from a request to a report: what the command line does, in Python.
 
-from nestfed.workbench.commands import Search, Stopped, Study, compare, cost_table, describe_data, report, run, sweep
+The public names are in the stub beside this file; each is loaded when it is first used.
+"""
 
-__all__ = ["Search", "Stopped", "Study", "compare", "cost_table", "describe_data", "report", "run", "sweep"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

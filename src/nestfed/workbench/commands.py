@@ -1,6 +1,8 @@
-"""The verbs of the command line, in Python: run, sweep, compare, report, cost.
+"""The verbs of the command line, in Python: run, sweep, compare, report, cost_table, describe_data.
 
-Each takes the name of a task and plain settings, leaves a folder of files, and returns an object with its tables.
+Each takes the name of a task and plain settings; those that train leave a folder of files, and return an object with
+its tables. The settings are the options of every run (`RunOptions`) and those of the task (`RobustOptions` and the
+others in `options.py`), which `nestfed run TASK --help` shows.
 """
 
 import collections
@@ -10,133 +12,98 @@ import datetime
 import itertools
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pandas as pd
 import tomli_w
 
+from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
 from nestfed.report.studies import sweep_figure
 from nestfed.verbs.simulation import start
-from nestfed.workbench.request import Request, find_task, read_settings
+from nestfed.workbench.fields import options_of, read_settings
+from nestfed.workbench.options import DATA, TASKS, USUAL_TASK
+from nestfed.workbench.request import Request
 from nestfed.workbench.results import make_record
-from nestfed.workbench.scenario import Kind, Setup
 from nestfed.workbench.stages import (
     DIVERGED,
     FINISHED,
-    Trace,
+    Trials,
     best_changes,
     ledger,
-    make_setups,
     run_method,
     score_of,
+    set_up,
     sweep_method,
 )
+from nestfed.workbench.study import Search, Stopped, Study
 
 RUNS = Path("runs")
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """A finished run: its folder, its tables and its models."""
-
-    def __repr__(self) -> str:
-        return f"Study({str(self.folder)!r}: {', '.join(self.record.methods)}; seeds {self.record.about['seeds']})"
-
-    folder: Path
-    record: Record
-    models: dict[tuple[str, int], Any]  # by method and seed
-
-    @property
-    def history(self) -> pd.DataFrame:
-        return self.record.history
-
-    @property
-    def final(self) -> pd.DataFrame:
-        return self.record.final
-
-    @property
-    def report(self) -> Path:
-        return self.folder / "report.html"
-
-    @property
-    def figures(self) -> list[Path]:
-        return sorted((self.folder / "figures").glob("*.png"))
-
-    def model(self, method: str | None = None, seed: int | None = None) -> Any:
-        """The final model of a method (the first one) and a seed (the first one)."""
-        method = method or self.record.methods[0]
-        seed = int(self.record.about["seeds"][0] if seed is None else seed)
-        if (method, seed) not in self.models:
-            raise UserError(f"there is no final model of {method!r} and seed {seed}: {sorted(self.models)} are there.")
-        return self.models[method, seed]
+Tables = list[tuple[str, pd.DataFrame]]  # with their titles
 
 
 # ------------------------------------------------------------------------------------------------- run
 
 
 def run(
-    task: str = "fairness",
+    task: str = USUAL_TASK,
     *,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool | None = None,
+    show: Callable[[Tables], None] | None = None,
     **settings: Any,
 ) -> Study:
     """Train one or several methods on a named task and write everything to a folder.
 
-    algorithm      one method or several (FedAvg and FedBiO); the others are compared with FedAvg, or with the first
-    seeds          a number, or a list; a seed decides the split, the dealing to clients, the start and the batches
-    rounds         of every stage; without it the task's number of local steps decides
-    cohort, dropout, evaluations     as in `simulate`; about `evaluations` evaluations in every stage
-    output         which iterate counts: "last", "average", "random", or "best" on validation data
-    privacy        "local" or "central" differential privacy, with clip, noise_multiplier, delta and epsilon_budget
-    set            settings of the algorithms: {"lr": 0.1, "fedbio.lower_lr": 0.5, "model.lr": 1.0}
     out, resume    the folder (runs/<name>); resume=True goes on with what is there
-    and the options of the task: data, label, group, clients, partition, features, model, ...
+    progress       show a progress bar; None: if standard error is a terminal
+    show           gets tables of the data before training begins: (title, table)
+    settings       options of every run and of the task: algorithm=["fedavg", "fedbio"], seeds=3, data="my.csv", ...
+                   A seed decides the split, the dealing to clients, the start and the batches
     """
     request = Request.of({"task": task, **settings})
-    kind, methods, budget = request.kind, request.methods, request.budget
-    folder = Path(out) if out is not None else fresh(RUNS / _stem(request))
+    folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
     _check_folder(folder, request, resume)
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
-    setups = make_setups(kind, request.seed_list)
-    first = next(iter(setups.values()))
+    trials = set_up(request.scenario, request.seed_list)
     # A wrong setting of the last method shows before the first one trains, and before anything is written.
-    algorithms = {name: kind.method(name).algorithms(first, request.changes(name)) for name in methods}
-    expected_cohort(budget.cohort, first.rows.clients)
+    algorithms = _make_algorithms(request, trials)
+    if show is not None:
+        show(_describe(trials))
     _write_settings(folder, request)
 
-    with _saying_how_to_go_on(folder):
-        traces = [
+    with _say_how_to_go_on(folder):
+        trials = trials.add(
             run_method(
-                kind, name, algorithms[name], setup, seed, budget, checkpoints=folder / "checkpoints", resume=resume,
-                progress=progress,
+                trials, name, algorithms[name], seed, request.budget, checkpoints=folder / "checkpoints",
+                resume=resume, progress=progress,
             )
-            for name in methods
-            for seed, setup in setups.items()
-        ]  # fmt: skip
+            for name in request.methods
+            for seed in request.seed_list
+        )  # fmt: skip
         record = make_record(
-            kind, setups, traces, settings=request.settings(), command=request.command(), name=folder.name,
-            methods=methods, seconds=time.monotonic() - began, started=started.isoformat(timespec="seconds"),
+            trials, settings=request.settings(), command=request.command(), name=folder.name, methods=request.methods,
+            seconds=time.monotonic() - began, started=started.isoformat(timespec="seconds"),
         )  # fmt: skip
         models = {}
-        for trace in traces:
+        for trace in trials.traces:
             if trace.status == FINISHED:
-                models[trace.method, trace.seed] = kind.trained(setups[trace.seed], trace.left)
-                models[trace.method, trace.seed].save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
+                model = trials.scenario.make_model(trials.setups[trace.seed], trace.left)
+                model.save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
+                models[trace.method, trace.seed] = model
         record.save(folder)
         write_report(record, folder)
     return Study(folder, record, models)
 
 
 @contextlib.contextmanager
-def _saying_how_to_go_on(folder: Path) -> Iterator[None]:
+def _say_how_to_go_on(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
@@ -145,49 +112,46 @@ def _saying_how_to_go_on(folder: Path) -> Iterator[None]:
         raise Stopped(f"{done}. {again}") from None
 
 
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C during a run; the message says how to go on."""
-
-
-def describe_data(
-    task: str = "fairness", *, out: str | Path | None = None, resume: bool = False, **settings: Any
-) -> list[tuple[str, pd.DataFrame]]:
-    """What a person should see of the data before training: (title, table). What `run` would refuse is refused here."""
+def describe_data(task: str = USUAL_TASK, **settings: Any) -> Tables:
+    """What a person should see of the data before training. What `run` would refuse is refused here."""
     request = Request.of({"task": task, **settings})
-    kind, seed = request.kind, request.seed_list[0]
-    budget, methods = request.budget, request.methods
-    if out is not None:
-        _check_folder(Path(out), request, resume)
-    setup = kind.set_up(seed)
-    for name in methods:
-        kind.method(name).algorithms(setup, request.changes(name))
-    expected_cohort(budget.cohort, setup.rows.clients)
-    holdings: Any = kind.holdings(setup)
+    trials = set_up(request.scenario, request.seed_list[:1])
+    _make_algorithms(request, trials)
+    return _describe(trials)
+
+
+def _make_algorithms(request: Request, trials: Trials[Any]) -> dict[str, list[Algorithm]]:
+    """Those of every method's stages; a wrong setting or cohort shows here."""
+    expected_cohort(request.budget.cohort, trials.first.rows.clients)
+    make = lambda name: trials.scenario.algorithms(name, trials.first, request.changes(name))
+    return {name: make(name) for name in request.methods}
+
+
+def _describe(trials: Trials[Any]) -> Tables:
+    holdings: Any = trials.scenario.holdings(trials.first)
     holdings = holdings.assign(group="rows of " + holdings.group)  # a group may be called "client"
     held = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0, sort=False)
     by_group = held if held.shape[1] > 1 else held.iloc[:, :0]
-    return [
-        *kind.summary(),
-        (f"Who holds what, seed {seed}", by_group.assign(**{"all rows": held.sum(axis=1)}).reset_index()),
-    ]
+    who = by_group.assign(**{"all rows": held.sum(axis=1)}).reset_index()
+    return [*trials.scenario.summary(), (f"Who holds what, seed {next(iter(trials.setups))}", who)]
 
 
-def _stem(request: Request) -> str:
+def _name_run(request: Request) -> str:
     """<task>-<data>-<methods>"""
     data = Path(str(request.options.get("data", ""))).stem
     methods = request.methods if len(request.methods) < 4 else [*request.methods[:2], "and-others"]
     return "-".join(word for word in (request.task, data, *methods) if word)
 
 
-def fresh(folder: Path) -> Path:
+def find_fresh(folder: Path) -> Path:
     """The folder, or the next number beside it."""
     candidates = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in range(1, 10_000))
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
-def _claimed(out: str | Path | None, usual: Path) -> Path:
+def _claim(out: str | Path | None, usual: Path) -> Path:
     """A new folder, made before the work: what cannot be written shows at once."""
-    folder = Path(out) if out is not None else fresh(usual)
+    folder = Path(out) if out is not None else find_fresh(usual)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists; give another folder (--out).")
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,9 +161,9 @@ def _claimed(out: str | Path | None, usual: Path) -> Path:
 def _check_folder(folder: Path, request: Request, resume: bool) -> None:
     """What is there already is never overwritten by another run."""
     if (folder / "settings.toml").exists():
-        theirs, ours = read_settings(folder / "settings.toml"), request.settings()
         if not resume:
             raise UserError(f"{folder} holds a run already; give resume (--resume), or another folder (--out).")
+        theirs, ours = Request.of(read_settings(folder / "settings.toml")).settings(), request.settings()
         if theirs != ours:
             different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
             raise UserError(
@@ -223,18 +187,8 @@ def _write_settings(folder: Path, request: Request) -> None:
 # ------------------------------------------------------------------------------------------------- sweep
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """A finished sweep: every setting and seed, and the choice by validation data."""
-
-    folder: Path
-    table: pd.DataFrame  # one row per setting: its values, means over seeds, how many seeds diverged
-    best: dict[str, Any]
-    command: str  # runs the method with the chosen settings
-
-
 def sweep(
-    task: str = "fairness",
+    task: str = USUAL_TASK,
     *,
     grid: Mapping[str, Sequence[Any]],
     out: str | Path | None = None,
@@ -251,34 +205,30 @@ def sweep(
         raise UserError("a sweep is of one method; name it with algorithm= (--algorithm on the command line).")
     if not grid or not all(grid.values()):
         raise UserError("a sweep needs a grid of values, for example lr=0.01,0.1,1 (--grid on the command line).")
-    (name,), kind = request.methods, request.kind
+    (name,), scenario = request.methods, request.scenario
     for key in grid:
-        if key in kind.aims:
+        if key in scenario.aims:
             raise UserError(
                 f"a grid of {key!r} was given, but {key} decides what the score measures, and scores of different "
                 "aims do not compare; run each value by itself and compare the runs (nestfed compare)."
             )
     budget = dataclasses.replace(request.budget, evaluations=min(request.evaluations, 10))
-    setups = make_setups(kind, request.seed_list)
+    trials = set_up(scenario, request.seed_list)
     # Settings of the task itself (penalty, gap) change its numbers, not its programs.
-    of_task = {key: values for key, values in grid.items() if key in _number_options(kind)}
+    of_task = {key: values for key, values in grid.items() if key in _number_options(request.task)}
     rest = {key: values for key, values in grid.items() if key not in of_task}
-    variants = [dict(zip(of_task, values, strict=True)) for values in itertools.product(*of_task.values())]
-    kinds = [find_task(request.task).from_options({**request.options, **variant}) for variant in variants]
-    for combination in itertools.product(*rest.values()):  # a wrong setting shows before anything runs
-        kind.method(name).algorithms(
-            next(iter(setups.values())), {**request.changes(name), **dict(zip(rest, combination, strict=True))}
-        )
-    folder = _claimed(out, RUNS / f"sweep-{request.task}-{name}")
-    traces = []
-    for variant, changed in zip(variants, kinds, strict=True):
-        own = {seed: dataclasses.replace(setup, kind=changed) for seed, setup in setups.items()}
-        done = sweep_method(changed, name, own, request.changes(name), rest, budget, progress=progress)
-        traces += [dataclasses.replace(trace, changes={**variant, **trace.changes}) for trace in done]
-    table = sweep_table(kind, setups, traces, list(grid))
+    for chosen in _combine(rest):  # a wrong setting shows before anything runs
+        scenario.algorithms(name, trials.first, {**request.changes(name), **chosen})
+    variants = [(chosen, scenario.change(**chosen)) for chosen in _combine(of_task)]
+    folder = _claim(out, RUNS / f"sweep-{request.task}-{name}")
+    for chosen, changed in variants:
+        own = dataclasses.replace(trials, scenario=changed, traces=())
+        done = sweep_method(own, name, request.changes(name), rest, budget, progress=progress)
+        trials = trials.add(dataclasses.replace(trace, changes={**chosen, **trace.changes}) for trace in done.traces)
+    table = sweep_table(trials, list(grid))
     tables.write(table, folder, "sweep")
-    figures.write(sweep_figure(table, list(grid), "score", kind.method(name).title), folder, "sweep")
-    best = best_changes(kind, setups, traces)
+    figures.write(sweep_figure(table, list(grid), "score", scenario.method(name).title), folder, "sweep")
+    best = best_changes(trials)
     chosen = dataclasses.replace(
         request,
         options={**request.options, **{key: value for key, value in best.items() if key in of_task}},
@@ -288,19 +238,23 @@ def sweep(
     return Search(folder, table, best, chosen.command())
 
 
-def _number_options(kind: Kind) -> list[str]:
-    """Options of a task that are plain numbers: they can be swept."""
-    hints = get_type_hints(type(kind))
-    return [field.name for field in dataclasses.fields(kind) if hints[field.name] is float]
+def _combine(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """All combinations of the values."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def sweep_table(kind: Kind, setups: Mapping[int, Setup], traces: Sequence[Trace], keys: Sequence[str]) -> pd.DataFrame:
+def _number_options(task: str) -> list[str]:
+    """Options of a task that are plain numbers of its problems: they can be swept."""
+    return [name for name, option in options_of(TASKS[task]).items() if option.hint is float and option.panel != DATA]
+
+
+def sweep_table(trials: Trials[Any], keys: Sequence[str]) -> pd.DataFrame:
     """One row per setting, best first: its score on validation data, and every recorded metric beside it."""
     rows = []
-    for trace in traces:
+    for trace in trials.traces:
         last = {name: v[-1] for name, v in trace.stages[-1].history.items() if name != "round" and v.ndim == 1}
         row: dict[str, Any] = {key: trace.changes[key] for key in keys}
-        row |= {"score": score_of(kind, setups, trace)} | {name: float(value) for name, value in last.items()}
+        row |= {"score": score_of(trials, trace)} | {name: float(value) for name, value in last.items()}
         rows.append(row | {"diverged": trace.status == DIVERGED})
     grouped: Any = pd.DataFrame(rows).groupby(list(keys), sort=False, as_index=False)
     means = grouped.mean(numeric_only=True).drop(columns="diverged")
@@ -351,7 +305,7 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         for record, label in zip(records, labels, strict=True)
         for method, value in record.about.get("privacy", {}).items()
     }
-    folder = _claimed(out, RUNS / f"compare-{'-'.join(names)}")
+    folder = _claim(out, RUNS / f"compare-{'-'.join(names)}")
     record = Record(
         settings={"compared": [str(folder) for folder in folders]},
         about={key: value for key, value in first.items() if key != "privacy"}
@@ -382,18 +336,19 @@ def report(folder: str | Path) -> Path:
     return write_report(Record.load(Path(folder)), Path(folder))
 
 
-def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
+def cost_table(task: str = USUAL_TASK, **settings: Any) -> pd.DataFrame:
     """What every method costs one client on a task: the ledger of a round, read off the traced programs."""
     request = Request.of({"task": task, **settings})
-    kind, setup = request.kind, request.kind.set_up(request.seed_list[0])
-    guarantee = request.guarantee
+    scenario, guarantee = request.scenario, request.guarantee
+    setup = scenario.set_up(request.seed_list[0])
     rows = []
-    for name in request.methods if request.algorithm is not None else kind.methods:
-        method, before = kind.method(name), None
-        for stage, algorithm in zip(method.stages, method.algorithms(setup, request.changes(name)), strict=True):
-            problem_task = stage.task(setup, before)
+    for name in request.methods if request.algorithm is not None else scenario.methods:
+        method, before = scenario.method(name), None
+        algorithms = scenario.algorithms(name, setup, request.changes(name))
+        for stage, algorithm in zip(method.stages, algorithms, strict=True):
+            problem_task = stage.task(scenario, setup, before)
             price = ledger(algorithm, problem_task, request.cohort, () if guarantee is None else guarantee)
-            rounds = request.budget.rounds_of(kind, algorithm)
+            rounds = request.budget.rounds_of(scenario, algorithm)
             rows.append(
                 {
                     "method": method.title,
@@ -410,5 +365,5 @@ def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
             )
             if stage is not method.stages[-1]:
                 begun = start(algorithm, problem_task, 0)  # in place of what the stage would leave: for shapes
-                before = kind.left(begun.server, begun.clients)
+                before = scenario.leave(problem_task, begun.server, begun.clients)
     return pd.DataFrame(rows)

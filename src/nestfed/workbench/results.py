@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,14 +12,11 @@ import pandas as pd
 
 from nestfed.core.identity import identify
 from nestfed.report.record import LINE_COLUMNS, Record
-from nestfed.workbench.scenario import Kind, Setup
-from nestfed.workbench.stages import DIVERGED, FINISHED, Trace
+from nestfed.workbench.stages import DIVERGED, FINISHED, Trace, Trials
 
 
 def make_record(
-    kind: Kind,
-    setups: Mapping[int, Setup],
-    traces: Sequence[Trace],
+    trials: Trials[Any],
     *,
     settings: dict[str, Any],
     command: str,
@@ -29,43 +26,50 @@ def make_record(
     started: str,
 ) -> Record:
     """The record of finished traces."""
+    scenario, setups, traces = trials.scenario, trials.setups, trials.traces
     finals, slices, lines = [], [], []
     for trace in traces:
         row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
         row["above_start"] = trace.rise is not None
         if trace.status == FINISHED:
-            metrics, parts = kind.evaluate(setups[trace.seed], trace.left)
+            metrics, parts = scenario.evaluate(setups[trace.seed], trace.left)
             row |= metrics
             slices.append(parts.assign(method=trace.method, seed=trace.seed))
-            if kind.chart is not None:
-                lines.append(kind.lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed))
+            if scenario.chart is not None:
+                lines.append(
+                    scenario.lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed)
+                )
         finals.append(row)
-    holdings = [kind.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
-    failed = [f"{kind.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
-    first = next(iter(setups.values()))
+    holdings = [scenario.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
+    failed = [f"{scenario.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
     return Record(
         settings=settings,
         about={
             "name": name,
-            "title": kind.title,
-            "task": kind.name,
+            "title": scenario.title,
+            "task": scenario.name,
             "command": command,
-            "methods": {method: kind.method(method).title for method in methods},
-            "baseline": kind.baseline if kind.baseline in methods else methods[0],
-            "select": kind.select,
-            "metrics": [dataclasses.asdict(metric) for metric in kind.headline],
-            "chart": None if kind.chart is None else dataclasses.asdict(kind.chart),
+            "methods": {method: scenario.method(method).title for method in methods},
+            "baseline": scenario.baseline if scenario.baseline in methods else methods[0],
+            "select": scenario.select,
+            "metrics": [dataclasses.asdict(metric) for metric in scenario.headline],
+            "chart": None if scenario.chart is None else dataclasses.asdict(scenario.chart),
             "seeds": list(setups),
             "versions": versions(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
-            "data": identify(first.rows.columns),
+            "data": identify(trials.first.rows.columns),
             "started": started,
             "seconds": round(seconds, 1),
             "status": DIVERGED if failed else FINISHED,
-            "notes": [*kind.warnings(pd.DataFrame(finals)), *failed, *_about_stages(kind, traces), *kind.notes(first)],
+            "notes": [
+                *scenario.warnings(pd.DataFrame(finals)),
+                *failed,
+                *_about_stages(trials),
+                *scenario.notes(trials.first),
+            ],
         }
         | _privacy(traces),
-        history=pd.concat([history_frame(kind, first, trace) for trace in traces], ignore_index=True),
+        history=pd.concat([history_frame(trials, trace) for trace in traces], ignore_index=True),
         final=pd.DataFrame(finals),
         slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
         holdings=pd.concat(holdings, ignore_index=True),
@@ -75,15 +79,15 @@ def make_record(
     )
 
 
-def _about_stages(kind: Kind, traces: Sequence[Trace]) -> list[str]:
+def _about_stages(trials: Trials[Any]) -> list[str]:
     """What the stages have to say: once per method, of the first seed that says anything."""
     said: dict[str, list[str]] = {}
-    for trace in traces:
+    for trace in trials.traces:
         named = lambda stage: f", {stage.name}" if len(trace.stages) > 1 else ""
         found = [f"{named(stage)}, seed {trace.seed}: {note}" for stage in trace.stages for note in stage.notes]
         if found:
             said.setdefault(trace.method, found)
-    return [kind.method(method).title + note for method, notes in said.items() for note in notes]
+    return [trials.scenario.method(method).title + note for method, notes in said.items() for note in notes]
 
 
 def _privacy(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def _privacy(traces: Sequence[Trace]) -> dict[str, Any]:
 SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")
 
 
-def history_frame(kind: Kind, setup: Setup, trace: Trace) -> pd.DataFrame:
+def history_frame(trials: Trials[Any], trace: Trace) -> pd.DataFrame:
     """One row per evaluation; rounds, bytes and work are counted through all the stages."""
     frames, before = [], {"round": 0, "bytes": 0, "oracle_calls": 0, "samples": 0}
     for stage in trace.stages:
@@ -110,7 +114,7 @@ def history_frame(kind: Kind, setup: Setup, trace: Trace) -> pd.DataFrame:
         columns |= {name: before[name] + total[rounds] for name, total in totals.items()}
         for name, values in stage.history.items():
             if values.ndim == 2:
-                columns |= dict(zip(kind.entries(name, setup), values.T, strict=True))
+                columns |= dict(zip(trials.scenario.entries(name, trials.first), values.T, strict=True))
             elif name != "round":
                 columns[name] = values
         frame = pd.DataFrame(columns)

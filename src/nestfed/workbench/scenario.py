@@ -1,23 +1,25 @@
 """Named tasks and the methods that solve them: what the command line, the sweeps and the reports have in common.
 
-A *kind* of task ("fairness") makes a *set-up* of data for every seed. A *method* ("FedBiO") is one or several
-*stages*; a stage is an algorithm on a task that the set-up makes, knowing what the stage before left.
+A *scenario* is a named task ("fairness") with its options; it makes a *set-up* of data for every seed. A *method*
+("FedBiO") is one or several *stages*; a stage is an algorithm on a task that the scenario makes of a set-up, knowing
+what the stage before left.
 """
 
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import pandas as pd
 
 from nestfed.algorithms import make
 from nestfed.core.algorithm import Algorithm
-from nestfed.core.settings import UserError, suggest, validate
+from nestfed.core.settings import UserError, suggest
 from nestfed.core.task import Task
 from nestfed.report.metrics import Chart, Metric
+from nestfed.workbench.options import TabularOptions
 
-Setup = Any  # one seed's data, as a kind makes it
+Setup = TypeVar("Setup")  # one seed's data, as a scenario makes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Stage:
 
     name: str
     algorithm: str
-    task: Callable[[Setup, Any], Task]  # (set-up, what the stage before left or None)
-    settings: Callable[[Setup], dict[str, Any]]  # what the kind recommends for this set-up
+    task: Callable[[Any, Any, Any], Task]  # (scenario, set-up, what the stage before left or None)
+    settings: Callable[[Any, Any], dict[str, Any]]  # (scenario, set-up): what is recommended
     output: str = "last"
     alone: bool = False  # clients exchange nothing: it needs no part of a privacy budget
 
@@ -39,13 +41,6 @@ class Method:
     title: str
     description: str
     stages: tuple[Stage, ...]
-
-    def algorithms(self, setup: Setup, changes: Mapping[str, Any]) -> list[Algorithm]:
-        """The algorithm of every stage, with the user's changes of its settings."""
-        own: list[dict[str, Any]] = [stage.settings(setup) for stage in self.stages]
-        for key, value in changes.items():
-            own[self.stage_of(key)][self.plain(key)] = value
-        return [make(stage.algorithm, **settings) for stage, settings in zip(self.stages, own, strict=True)]
 
     def stage_of(self, key: str) -> int:
         """Which stage a setting belongs to."""
@@ -60,37 +55,41 @@ class Method:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind(abc.ABC):
-    """A named task."""
+class Scenario(abc.ABC, Generic[Setup]):
+    """A named task: its options, its methods and its metrics."""
 
-    name: ClassVar[str]
+    options: TabularOptions
+
     title: ClassVar[str]
-    description: ClassVar[str]
     baseline: ClassVar[str]  # the method that others are compared with
-    usual: ClassVar[tuple[str, ...]]  # the methods of a run that names none
     select: ClassVar[str]  # the metric on validation data that tells most of `score`
     metrics: ClassVar[tuple[Metric, ...]]  # the headline, the most telling first
     chart: ClassVar[Chart | None] = None  # what `lines` draw
     any_output: ClassVar[bool] = True  # can another iterate than the last be chosen?
     aims: ClassVar[tuple[str, ...]] = ()  # options that change what `score` measures: it cannot choose among them
-    steps: int  # local steps of every stage, an option of every kind
     methods: ClassVar[dict[str, Method]]
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "Kind":
-        """The kind with the user's options; an unknown one is refused with the nearest known name."""
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        for key in options:
-            if key not in known:
-                raise UserError(f"the task {cls.name} has no option {key!r}{nearest(key, known)}")
-        kind = cls(**options)
-        validate(kind)
-        return kind
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    def change(self, **options: Any) -> Self:
+        """The same scenario with other options."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
 
     def method(self, name: str) -> Method:
         if name not in self.methods:
-            raise UserError(f"{name!r} is no method for the task {self.name}{nearest(name, self.methods)}")
+            hint = f"{suggest(name, self.methods)} Known are {', '.join(self.methods)}."
+            raise UserError(f"{name!r} is no method for the task {self.name}{hint}")
         return self.methods[name]
+
+    def algorithms(self, name: str, setup: Setup, changes: Mapping[str, Any]) -> list[Algorithm]:
+        """The algorithm of every stage of a method, with the user's changes of its settings."""
+        method = self.method(name)
+        own = [stage.settings(self, setup) for stage in method.stages]
+        for key, value in changes.items():
+            own[method.stage_of(key)][method.plain(key)] = value
+        return [make(stage.algorithm, **settings) for stage, settings in zip(method.stages, own, strict=True)]
 
     @property
     def headline(self) -> tuple[Metric, ...]:
@@ -101,7 +100,7 @@ class Kind(abc.ABC):
         """What settings are chosen by, from the last values of metrics on validation data: the smaller the better."""
         return final[self.select]
 
-    def left(self, server: Any, clients: Any) -> Any:
+    def leave(self, task: Task, server: Any, clients: Any) -> Any:
         """What is known of a stage's end to the next one, to evaluations and to models: usually the server's state."""
         return server
 
@@ -134,13 +133,9 @@ class Kind(abc.ABC):
         """(headline metrics of what is left, metrics of slices of the data: kind, slice, split, metric, value)."""
 
     def lines(self, setup: Setup, left: Any) -> pd.DataFrame:
-        """The lines of the chart for what is left: slice, x, y. Only of kinds that have a chart."""
+        """The lines of the chart for what is left: slice, x, y. Only of scenarios that have a chart."""
         return pd.DataFrame()
 
     @abc.abstractmethod
-    def trained(self, setup: Setup, left: Any) -> Any:
+    def make_model(self, setup: Setup, left: Any) -> Any:
         """The final model, to be used on new data."""
-
-
-def nearest(name: str, known: Any) -> str:
-    return f"{suggest(name, known)} Known are {', '.join(known)}."

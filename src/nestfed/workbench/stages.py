@@ -2,9 +2,9 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -18,13 +18,15 @@ from nestfed.verbs import cost
 from nestfed.verbs.history import Rise, rise_of
 from nestfed.verbs.simulation import Diverged, simulate
 from nestfed.verbs.sweeps import sweep
-from nestfed.workbench.scenario import Kind, Setup
+from nestfed.workbench.scenario import Scenario
 
 FINISHED, DIVERGED = "finished", "diverged"
 
 
 class AllDiverged(UserError):
     """No setting of a search came to its end."""
+
+    exit_code = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Trace:
     seed: int
     changes: dict[str, Any]
     stages: tuple[StageTrace, ...] = ()
-    left: Any = None  # as the kind wants it: `Kind.left`
+    left: Any = None  # as the scenario wants it: `Scenario.leave`
     status: str = FINISHED
 
     @property
@@ -80,7 +82,7 @@ class Trace:
         """Of privacy, by all stages so far."""
         return tuple((stage.spending, stage.rounds_spent) for stage in self.stages if stage.spending is not None)
 
-    def extended(self, stage: StageTrace, left: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
+    def extend(self, stage: StageTrace, left: Any, status: str, changes: Mapping[str, Any]) -> "Trace":
         status = DIVERGED if DIVERGED in (status, self.status) else status
         return dataclasses.replace(
             self, stages=(*self.stages, stage), left=left, status=status, changes={**self.changes, **changes}
@@ -91,7 +93,7 @@ class Trace:
 class Budget:
     """How long and with whom: the same for all methods of a run."""
 
-    rounds: int | None = None  # of every stage; None: the kind's number of steps / local_steps
+    rounds: int | None = None  # of every stage; None: the scenario's number of steps / local_steps
     cohort: int | float | None = None
     sampling: str = "weights"
     dropout: float = 0.0
@@ -100,12 +102,12 @@ class Budget:
     privacy: Guarantee | None = None  # its budget is for all stages of a method; those that exchange get equal parts
     noise_seed: int | None = None  # None: nobody can repeat the noise
 
-    def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
-        return self.rounds or max(1, kind.steps // algorithm.local_steps)
+    def rounds_of(self, scenario: Scenario[Any], algorithm: Algorithm) -> int:
+        return self.rounds or max(1, scenario.options.steps // algorithm.local_steps)
 
-    def options(self, rounds: int, kind: Kind, trace: Trace) -> dict[str, Any]:
+    def options(self, rounds: int, scenario: Scenario[Any], trace: Trace) -> dict[str, Any]:
         """Of `simulate` or `sweep`, for the next stage; the user's choice of output is about the last one."""
-        stages, number = kind.method(trace.method).stages, len(trace.stages)
+        stages, number = scenario.method(trace.method).stages, len(trace.stages)
         output = (self.output if number + 1 == len(stages) else None) or stages[number].output
         guarantee = self.privacy
         if guarantee is not None:
@@ -116,7 +118,7 @@ class Budget:
         return {
             "rounds": rounds,
             "output": output,
-            "select": kind.select if output == "best" else None,
+            "select": scenario.select if output == "best" else None,
             "cohort": self.cohort,
             "sampling": self.sampling,
             "dropout": self.dropout,
@@ -127,24 +129,46 @@ class Budget:
         }
 
 
-def make_setups(kind: Kind, seeds: Sequence[int]) -> dict[int, Setup]:
-    """Every seed's data."""
-    (setups,) = bounded([{seed: kind.set_up(seed) for seed in seeds}])
-    return setups
+Setup = TypeVar("Setup")
 
 
-def bounded(several: Sequence[dict[int, Setup]]) -> list[dict[int, Setup]]:
-    """The same set-ups with one bound on their clients' sizes: they then share their compiled programs."""
-    largest = max(setup.rows.largest for setups in several for setup in setups.values())
+@dataclasses.dataclass(frozen=True)
+class Trials(Generic[Setup]):
+    """A scenario, its data for every seed, and what was run on them so far."""
+
+    scenario: Scenario[Setup]
+    setups: Mapping[int, Setup]  # by seed
+    traces: tuple[Trace, ...] = ()
+
+    @property
+    def first(self) -> Setup:
+        """The set-up of the first seed, where any will do."""
+        return next(iter(self.setups.values()))
+
+    def add(self, traces: Iterable[Trace]) -> "Trials[Setup]":
+        return dataclasses.replace(self, traces=(*self.traces, *traces))
+
+
+def set_up(scenario: Scenario[Setup], seeds: Iterable[int]) -> Trials[Setup]:
+    """Every seed's data; nothing is run yet."""
+    (trials,) = share_bound([Trials(scenario, {seed: scenario.set_up(seed) for seed in seeds})])
+    return trials
+
+
+def share_bound(several: Sequence[Trials[Any]]) -> list[Trials[Any]]:
+    """The same with one bound on the sizes of all clients: they then share their compiled programs."""
+    largest = max(setup.rows.largest for trials in several for setup in trials.setups.values())
     bound = lambda setup: dataclasses.replace(setup, rows=dataclasses.replace(setup.rows, largest=largest))
-    return [{seed: bound(setup) for seed, setup in setups.items()} for setups in several]
+    return [
+        dataclasses.replace(trials, setups={seed: bound(setup) for seed, setup in trials.setups.items()})
+        for trials in several
+    ]
 
 
 def run_method(
-    kind: Kind,
+    trials: Trials[Any],
     name: str,
     algorithms: Sequence[Algorithm],
-    setup: Setup,
     seed: int,
     budget: Budget,
     *,
@@ -153,11 +177,11 @@ def run_method(
     progress: bool | None = None,
 ) -> Trace:
     """One seed of a method, given the algorithm of every stage; a stage that diverges is the last one."""
-    method = kind.method(name)
+    scenario, method = trials.scenario, trials.scenario.method(name)
     trace = Trace(name, seed, {})
     for stage, algorithm in zip(method.stages, algorithms, strict=True):
-        task = stage.task(setup, trace.left)
-        options = budget.options(budget.rounds_of(kind, algorithm), kind, trace)
+        task = stage.task(scenario, trials.setups[seed], trace.left)
+        options = budget.options(budget.rounds_of(scenario, algorithm), scenario, trace)
         title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
         try:
             result, status = simulate(
@@ -171,7 +195,7 @@ def run_method(
             ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], task.minimised,
             result.notes, result.spending, status == DIVERGED,
         )  # fmt: skip
-        trace = trace.extended(done, kind.left(result.output, result.clients), status, {})
+        trace = trace.extend(done, scenario.leave(task, result.output, result.clients), status, {})
         if status == DIVERGED:
             break
     return trace
@@ -182,45 +206,51 @@ def ledger(algorithm: Algorithm, task: Task, cohort: int | float | None, uploads
 
 
 def sweep_method(
-    kind: Kind,
+    trials: Trials[Any],
     name: str,
-    setups: Mapping[int, Setup],
     changes: Mapping[str, Any],
     grid: Mapping[str, Sequence[Any]],
     budget: Budget,
     *,
     progress: bool | None = None,
-) -> list[Trace]:
+) -> Trials[Any]:
     """All combinations of a grid x all seeds, side by side. A grid may reach into every stage (`model.lr`): each stage
     runs its own combinations on everything that the stages before have left."""
-    traces = [Trace(name, seed, dict(changes)) for seed in setups]
-    for _ in kind.method(name).stages:
-        traces = sweep_next_stage(kind, setups, traces, grid, budget, progress=progress)
-    return traces
+    swept = begin(trials, name, changes)
+    for _ in trials.scenario.method(name).stages:
+        swept = sweep_next_stage(swept, grid, budget, progress=progress)
+    return swept
+
+
+def begin(trials: Trials[Any], name: str, changes: Mapping[str, Any]) -> Trials[Any]:
+    """A method with its settings on every seed, before its first stage."""
+    return dataclasses.replace(trials, traces=tuple(Trace(name, seed, dict(changes)) for seed in trials.setups))
 
 
 def sweep_next_stage(
-    kind: Kind,
-    setups: Mapping[int, Setup],
-    traces: Sequence[Trace],
+    trials: Trials[Any],
     grid: Mapping[str, Sequence[Any]],
     budget: Budget,
     *,
     progress: bool | None = None,
-) -> list[Trace]:
+) -> Trials[Any]:
     """The next stage of unfinished traces of one method, for all combinations of its own part of the grid."""
-    method, number = kind.method(traces[0].method), len(traces[0].stages)
-    stage, first = method.stages[number], next(iter(setups.values()))
+    scenario, traces = trials.scenario, trials.traces
+    name, number = traces[0].method, len(traces[0].stages)
+    method = scenario.method(name)
+    stage = method.stages[number]
     own = {key: values for key, values in grid.items() if method.stage_of(key) == number}
     combinations = [dict(zip(own, values, strict=True)) for values in itertools.product(*own.values())]
     # Earlier stages' settings differ between the traces, this one's do not: any trace's will do.
-    algorithms = [method.algorithms(first, {**traces[0].changes, **chosen})[number] for chosen in combinations]
-    tasks = [stage.task(setups[trace.seed], trace.left) for trace in traces]
+    algorithms = [
+        scenario.algorithms(name, trials.first, {**traces[0].changes, **chosen})[number] for chosen in combinations
+    ]
+    tasks = [stage.task(scenario, trials.setups[trace.seed], trace.left) for trace in traces]
     extended: list[Trace] = []
-    lengths = [budget.rounds_of(kind, algorithm) for algorithm in algorithms]
+    lengths = [budget.rounds_of(scenario, algorithm) for algorithm in algorithms]
     for rounds in sorted(set(lengths)):
         members = [i for i, length in enumerate(lengths) if length == rounds]
-        options = budget.options(rounds, kind, traces[0])  # all traces have spent the same
+        options = budget.options(rounds, scenario, traces[0])  # all traces have spent the same
         done = sweep(
             [algorithms[i] for i in members], tasks, [trace.seed for trace in traces], **options,
             title=f"{method.title}, {stage.name}", progress=progress,
@@ -240,11 +270,12 @@ def sweep_next_stage(
                 )  # fmt: skip
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server
-                extended.append(trace.extended(passed, kind.left(server, one.clients), status, combinations[i]))
-    return extended
+                left = scenario.leave(tasks[column], server, one.clients)
+                extended.append(trace.extend(passed, left, status, combinations[i]))
+    return dataclasses.replace(trials, traces=tuple(extended))
 
 
-def score_of(kind: Kind, setups: Mapping[int, Setup], trace: Trace) -> float:
+def score_of(trials: Trials[Any], trace: Trace) -> float:
     """What settings are chosen by, of the state that the last stage left; infinite for a run that diverged."""
     if trace.status == DIVERGED:
         return np.inf
@@ -252,19 +283,19 @@ def score_of(kind: Kind, setups: Mapping[int, Setup], trace: Trace) -> float:
     if stage.output == "last":  # measured already
         final = {name: float(values[-1]) for name, values in stage.history.items() if values.ndim == 1}
     else:
-        final, _ = kind.evaluate(setups[trace.seed], trace.left)
-    score = kind.score(final)
+        final, _ = trials.scenario.evaluate(trials.setups[trace.seed], trace.left)
+    score = trials.scenario.score(final)
     return score if np.isfinite(score) else np.inf
 
 
-def best_changes(kind: Kind, setups: Mapping[int, Setup], traces: Sequence[Trace]) -> dict[str, Any]:
+def best_changes(trials: Trials[Any]) -> dict[str, Any]:
     """The settings with the smallest score on validation data, averaged over seeds. A setting of which any seed
     diverged is passed over."""
     scores: dict[tuple, list[float]] = {}
-    for trace in traces:
-        scores.setdefault(tuple(trace.changes.items()), []).append(score_of(kind, setups, trace))
+    for trace in trials.traces:
+        scores.setdefault(tuple(trace.changes.items()), []).append(score_of(trials, trace))
     means = {key: float(np.mean(values)) for key, values in scores.items()}
     best = min(means, key=lambda key: means[key])
     if not np.isfinite(means[best]):
-        raise AllDiverged(f"every setting of {traces[0].method} diverged; give smaller step sizes.")
+        raise AllDiverged(f"every setting of {trials.traces[0].method} diverged; give smaller step sizes.")
     return dict(best)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jinja2
 import numpy as np
@@ -27,16 +27,19 @@ from nestfed.experiments.verdicts import Claim, all_above, all_below, at_level, 
 from nestfed.report import figures, studies, tables, write_report
 from nestfed.report.record import Record
 from nestfed.report.statistics import finished, paired
+from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.results import make_record
 from nestfed.workbench.scenario import Method
 from nestfed.workbench.scenarios.fairness import Fairness
 from nestfed.workbench.stages import (
     Budget,
     Trace,
+    Trials,
+    begin,
     best_changes,
-    bounded,
-    make_setups,
     score_of,
+    set_up,
+    share_bound,
     sweep_method,
     sweep_next_stage,
 )
@@ -193,9 +196,9 @@ def _record_folder(folder: Path, data: str, dealing: str, options: Mapping[str, 
     )
 
 
-def make_kind(data: str, dealing: str, plan: Plan, **changes: Any) -> Reproduced:
+def make_scenario(data: str, dealing: str, plan: Plan, **changes: Any) -> Reproduced:
     options: dict[str, Any] = {"data": data, "partition": dealing, "steps": plan.steps, "full_batch": False}
-    return Reproduced(**(options | changes))
+    return Reproduced(FairnessOptions(**(options | changes)))
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -205,54 +208,53 @@ def run_settings(
     folder: Path, cells: Sequence[tuple[str, str, dict[str, Any]]], command: str, plan: Plan, show: bool
 ) -> pd.DataFrame:
     """Settings of one data set, one after the other."""
-    kinds = [make_kind(data, dealing, plan, **options) for data, dealing, options in cells]
-    seeds = range(plan.past_seeds if kinds[0].gap else plan.seeds)
-    setups = bounded([make_setups(kind, seeds) for kind in kinds])
+    scenarios = [make_scenario(data, dealing, plan, **options) for data, dealing, options in cells]
+    seeds = range(plan.past_seeds if scenarios[0].options.gap else plan.seeds)
+    trials = share_bound([set_up(scenario, seeds) for scenario in scenarios])
     targets = [_record_folder(folder, *cell) for cell in cells]
-    done = [run_setting(*one, command, plan, show) for one in zip(kinds, setups, targets, strict=True)]
+    done = [run_setting(*one, command, plan, show) for one in zip(trials, targets, strict=True)]
     return pd.concat(done, ignore_index=True)
 
 
-def run_setting(
-    kind: Reproduced, setups: Mapping[int, Any], target: Path, command: str, plan: Plan, show: bool
-) -> pd.DataFrame:
+def run_setting(trials: Trials[Any], target: Path, command: str, plan: Plan, show: bool) -> pd.DataFrame:
     """All methods on one data set dealt in one way: writes a record with its report, returns the choices."""
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     budget = Budget(evaluations=plan.evaluations)
-    methods = list(plan.past_methods if kind.gap else SEARCHES)
+    scenario, options = trials.scenario, cast(FairnessOptions, trials.scenario.options)
+    methods = list(plan.past_methods if options.gap else SEARCHES)
     traces: list[Trace] = []
     choices, model_lr = [], 0.0
     for name in methods:
         clock, search = time.monotonic(), SEARCHES[name]
         grid = {search.key: list(search.values or plan.grid)}
-        fixed = search.fixed | ({"model.lr": model_lr} if len(kind.method(name).stages) > 1 else {})
-        start = [Trace(name, seed, fixed) for seed in setups]
-        tried = sweep_next_stage(kind, setups, start, grid, budget, progress=False)
-        later = kind.method(name).stages[1:]
+        fixed = search.fixed | ({"model.lr": model_lr} if len(scenario.method(name).stages) > 1 else {})
+        tried = sweep_next_stage(begin(trials, name, fixed), grid, budget, progress=False)
+        later = scenario.method(name).stages[1:]
         # The paper's problem is the first stage's: its outer objective chooses. Past the paper the final model does.
-        for _ in later if kind.gap else ():
-            tried = sweep_next_stage(kind, setups, tried, {}, budget, progress=False)
-        best = best_changes(kind, setups, tried)
-        chosen = [trace for trace in tried if trace.changes == best]
-        for _ in () if kind.gap else later:
-            chosen = sweep_next_stage(kind, setups, chosen, {}, budget, progress=False)
-        traces += chosen
+        for _ in later if options.gap else ():
+            tried = sweep_next_stage(tried, {}, budget, progress=False)
+        best = best_changes(tried)
+        selected = tuple(trace for trace in tried.traces if trace.changes == best)
+        chosen = dataclasses.replace(trials, traces=selected)
+        for _ in () if options.gap else later:
+            chosen = sweep_next_stage(chosen, {}, budget, progress=False)
+        traces += chosen.traces
         model_lr = best["lr"] if name == "fedavg" else model_lr
         choices.append(
             {
-                "setting": target.name, "method": kind.method(name).title,
+                "setting": target.name, "method": scenario.method(name).title,
                 "chosen": f"{search.key} = {best[search.key]:g}",
                 "tried": ", ".join(f"{value:g}" for value in grid[search.key]),
                 "at the edge": best[search.key] in (min(grid[search.key]), max(grid[search.key])),
                 "score on validation data": float(
-                    np.mean([score_of(kind, setups, trace) for trace in tried if trace.changes == best])
+                    np.mean([score_of(tried, trace) for trace in selected])
                 ),
-                "runs that diverged": sum(trace.status == "diverged" for trace in tried),
+                "runs that diverged": sum(trace.status == "diverged" for trace in tried.traces),
             }
         )  # fmt: skip
-        _say(show, f"{target.name}: {kind.method(name).title} {time.monotonic() - clock:.0f} s")
+        _say(show, f"{target.name}: {scenario.method(name).title} {time.monotonic() - clock:.0f} s")
     record = make_record(
-        kind, setups, traces, settings=_settings(plan) | {"data": kind.data, "partition": kind.partition},
+        trials.add(traces), settings=_settings(plan) | {"data": options.data, "partition": options.partition},
         command=command, name=target.name, methods=methods,
         seconds=time.monotonic() - began, started=started,
     )  # fmt: skip
@@ -294,14 +296,15 @@ def run_readings(plan: Plan, show: bool) -> pd.DataFrame:
         published = np.array([mean for mean, _ in PAPER[data, "iid"]["fedavg"]])
         for title, options in readings(data)[: plan.readings]:
             steps = int(plan.steps * options.get("steps", 1))
-            kind = make_kind(data, "iid", plan, **(options | {"steps": steps}))
-            setups = make_setups(kind, range(plan.reading_seeds))
+            scenario = make_scenario(data, "iid", plan, **(options | {"steps": steps}))
+            trials = set_up(scenario, range(plan.reading_seeds))
             grid = {"lr": list(plan.grid)}
-            tried = sweep_method(kind, "fedavg", setups, {}, grid, Budget(evaluations=1), progress=False)
-            chosen = best_changes(kind, setups, tried)["lr"]
+            tried = sweep_method(trials, "fedavg", {}, grid, Budget(evaluations=1), progress=False)
+            chosen = best_changes(tried)["lr"]
             for lr in plan.grid:
-                own = [t for t in tried if t.changes["lr"] == lr and t.status == "finished"]
-                finals = pd.DataFrame([kind.evaluate(setups[t.seed], t.left)[0] for t in own], columns=list(METRICS))
+                own = [t for t in tried.traces if t.changes["lr"] == lr and t.status == "finished"]
+                final = [scenario.evaluate(trials.setups[t.seed], t.left)[0] for t in own]
+                finals = pd.DataFrame(final, columns=list(METRICS))
                 ours = finals.mean().to_numpy()
                 rows.append(
                     {"data": DATA[data], "reading": title, "lr": lr, "chosen by validation": lr == chosen}
@@ -467,8 +470,8 @@ def figure_name(data: str) -> str:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     """Everything that decides the numbers; the methods' own settings are in the reports."""
-    kind = make_kind(plan.data[0], "iid", plan)
-    options = {key: value for key, value in dataclasses.asdict(kind).items() if value is not None}
+    scenario = make_scenario(plan.data[0], "iid", plan)
+    options = {key: value for key, value in dataclasses.asdict(scenario.options).items() if value is not None}
     for key in ("data", "partition"):
         options.pop(key)
     return {

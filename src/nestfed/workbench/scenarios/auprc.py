@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
-from nestfed.core.rows import Layout, Rows
-from nestfed.core.settings import UserError, setting, static, struct
+from nestfed.core.rows import Rows
+from nestfed.core.settings import UserError, static, struct
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TEST, TRAIN, Federated
 from nestfed.models import Perceptron
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision, ranked
-from nestfed.problems.robust import MeanLoss
 from nestfed.report.metrics import Chart, Metric
+from nestfed.workbench.options import AuprcOptions
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,
@@ -68,21 +68,20 @@ class RowScores:
 class PrecisionTask(PooledTask):
     """Metrics of all rows together and of every client's own."""
 
+    minimised: str = static(default="train_missed_precision")
     recall: float = static()
 
-    def sample(self, data, key):
-        if isinstance(self.problem, MeanLoss):
-            return super().sample(data, key)
-        return self.problem.sample(part_of(data, TRAIN), key, self.batch_size)
-
-    @property
-    def minimised(self):
-        return "train_missed_precision"
-
     def metrics(self, server, client, data, fed):
-        tree = self.problem.tree(0, server.x)
-        theta = tree["model"] if isinstance(self.problem, AreaUnderRoc) else tree
+        theta = self.problem.params_of(server, client)
         return measures(self.pool(theta, data, fed), self.clients, self.recall)
+
+
+@struct
+class RankingTask(PrecisionTask):
+    """The problem draws batches in its own way, of the training rows."""
+
+    def sample(self, data, key):
+        return self.problem.sample(part_of(data, TRAIN), key, self.batch_size)
 
 
 def measures(pool: Pool, clients: int, recall: float) -> dict[str, Array]:
@@ -109,44 +108,35 @@ def measures(pool: Pool, clients: int, recall: float) -> dict[str, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionSetup(TabularSetup):
-    """One seed, and the problems on its rows."""
-
-    task_class: ClassVar[type[TabularTask]] = PrecisionTask
-
-    def task(self, problem, params, *, averaging=None, **fields):
-        return PrecisionTask.create(
-            problem, self.rows, params, batch_size=self.batch_size, groups=self.groups, recall=self.kind.recall,
-            weights=self.weights(by_positives=isinstance(problem, AveragePrecision)), **self.pooled, **fields,
-        )  # fmt: skip
+    """One seed, and who holds the positives."""
 
     @property
     def positives(self) -> np.ndarray:
         """Positive training rows of every client."""
         return np.asarray(self.rows.constants["positives"]).astype(float)
 
-    def weights(self, *, by_positives: bool) -> np.ndarray:
+    def weights(self, averaging: str, *, by_positives: bool = False) -> np.ndarray:
         """A problem about positives counts these, and leaves out who has none."""
         counted = self.positives if by_positives else self.train_sizes
-        counted = counted if self.kind.averaging == "samples" else (counted > 0).astype(float)
+        counted = counted if averaging == "samples" else (counted > 0).astype(float)
         return counted / counted.sum()
 
-    @property
-    def batch_positives(self) -> int:
-        return self.kind.batch_positives or max(1, round(BATCH_SHARE * self.batch_size))
 
-
-def average_precision(setup: PrecisionSetup, before: Any) -> TabularTask:
+def average_precision(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> TabularTask:
+    chosen = scenario.options
     problem = AveragePrecision(
-        scores=RowScores(setup.model), margin=setup.kind.margin, positives=setup.batch_positives,
-        inner_samples=setup.batch_size, weight_decay=setup.kind.penalty,
+        scores=RowScores(setup.model), margin=chosen.margin, positives=scenario.batch_positives(setup),
+        inner_samples=setup.batch_size, weight_decay=chosen.penalty,
     )  # fmt: skip
-    return setup.task(problem, setup.theta)
+    return scenario.pose(setup, problem, setup.theta, task_class=RankingTask, by_positives=True)
 
 
-def area_under_curve(setup: PrecisionSetup, before: Any) -> TabularTask:
-    share = setup.weights(by_positives=False) @ (setup.positives / setup.train_sizes)
-    problem = AreaUnderRoc(scores=RowScores(setup.model), positive_share=float(share), weight_decay=setup.kind.penalty)
-    return setup.task(problem, problem.start(setup.theta))
+def area_under_curve(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> TabularTask:
+    share = setup.weights(scenario.options.averaging) @ (setup.positives / setup.train_sizes)
+    problem = AreaUnderRoc(
+        scores=RowScores(setup.model), positive_share=float(share), weight_decay=scenario.options.penalty
+    )
+    return scenario.pose(setup, problem, problem.start(setup.theta), task_class=RankingTask)
 
 
 # ------------------------------------------------------------------------------------------------- methods
@@ -158,21 +148,20 @@ def area_under_curve(setup: PrecisionSetup, before: Any) -> TabularTask:
 # (0.1824); margin 0.5 and lr 1, taken for both, have 0.7551 and 0.1753. CODA+: lr 1 is the best of 0.3 and 1 for both
 # (0.7336 and 0.1574), and 3 diverges.
 BATCH_SHARE = 0.5
-MARGIN = 0.5
 LR = 0.3
 PRECISION_LR = 1.0
 CURVE_LR = 1.0
 
 
 def _precision(name: str, title: str, description: str, **settings: Any) -> Method:
-    chosen = lambda setup: {"lr": PRECISION_LR, "local_steps": LOCAL_STEPS, **settings}
+    chosen = lambda scenario, setup: {"lr": PRECISION_LR, "local_steps": LOCAL_STEPS, **settings}
     return Method(title, description, (Stage("model", name, average_precision, chosen),))
 
 
 def _curve(name: str, title: str, description: str) -> Method:
     # Two stages, the second three times as long: the last step is its end, whose average point counts.
-    chosen = lambda setup: {
-        "lr": CURVE_LR, "local_steps": LOCAL_STEPS, "stage_steps": max(1, setup.kind.steps // 4),
+    chosen = lambda scenario, setup: {
+        "lr": CURVE_LR, "local_steps": LOCAL_STEPS, "stage_steps": max(1, scenario.options.steps // 4),
     }  # fmt: skip
     return Method(title, description, (Stage("model", name, area_under_curve, chosen),))
 
@@ -189,24 +178,17 @@ METHODS: dict[str, Method] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- the kind
+# ------------------------------------------------------------------------------------------------- the scenario
 
 
 @dataclasses.dataclass(frozen=True)
-class Auprc(Tabular):
-    """Options of the task "auprc"."""
+class Auprc(Tabular[PrecisionSetup]):
+    """The task "auprc"."""
 
-    # Every positive counts the same, whoever holds it.
-    averaging: str = setting("weights of the clients", default="samples", choices=("uniform", "samples"), static=True)
-    margin: float = setting("how far positives should lie above negatives, in probability", default=MARGIN, above=0)
-    batch_positives: int | None = setting("positives per batch", default=None, at_least=1, static=True)
-    recall: float = setting("at which recall precision is reported", default=0.8, above=0, at_most=1)
+    options: AuprcOptions = AuprcOptions()
 
-    name: ClassVar[str] = "auprc"
     title: ClassVar[str] = "Average precision"
-    description: ClassVar[str] = "a classifier that puts rare positives first (area under the precision-recall curve)"
     baseline: ClassVar[str] = "fedavg"
-    usual: ClassVar[tuple[str, ...]] = ("fedavg", "coda-plus", "fcsg-m")
     select: ClassVar[str] = "validation_missed_precision"
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("test_average_precision", "test average precision", "higher"),
@@ -220,13 +202,13 @@ class Auprc(Tabular):
     )  # fmt: skip
     methods: ClassVar[dict[str, Method]] = METHODS
     setup_class: ClassVar[type[TabularSetup]] = PrecisionSetup
+    task_class: ClassVar[type[TabularTask]] = PrecisionTask
     needs_group: ClassVar[bool] = False
     needs_positives: ClassVar[bool] = False
-    usual_partition: ClassVar[str] = "dirichlet:0.5"  # clients that differ in their share of positives
 
     @property
     def at_recall(self) -> str:
-        return f"precision at recall {self.recall:g}"
+        return f"precision at recall {self.options.recall:g}"
 
     @property
     def headline(self) -> tuple[Metric, ...]:
@@ -239,12 +221,23 @@ class Auprc(Tabular):
         positives = np.bincount(data.client[training], minlength=rows.clients).astype(np.int32)
         return dataclasses.replace(rows, constants=rows.constants | {"positives": positives})
 
-    def set_up(self, seed: int) -> TabularSetup:
+    def batch_positives(self, setup: PrecisionSetup) -> int:
+        return self.options.batch_positives or max(1, round(BATCH_SHARE * setup.batch_size))
+
+    def pose(self, setup, problem, params, *, task_class=None, by_positives=False, **fields):
+        return (task_class or self.task_class).create(
+            problem, setup.rows, params, batch_size=setup.batch_size, groups=setup.groups, model=setup.model,
+            total=len(setup.data.label), recall=self.options.recall,
+            weights=setup.weights(self.options.averaging, by_positives=by_positives), **fields,
+        )  # fmt: skip
+
+    def set_up(self, seed: int) -> PrecisionSetup:
         setup = super().set_up(seed)
-        if self.batch_positives is not None and self.batch_positives >= setup.batch_size:
+        given = self.options.batch_positives
+        if given is not None and given >= setup.batch_size:
             raise UserError(
-                f"batch_positives={self.batch_positives} was given for batches of {setup.batch_size} rows; a batch "
-                "needs negatives too: give fewer positives, or a larger batch_size."
+                f"batch_positives={given} was given for batches of {setup.batch_size} rows; a batch needs negatives "
+                "too: give fewer positives, or a larger batch_size."
             )
         found = np.bincount(setup.data.part[setup.data.label == 1], minlength=len(PARTS))
         for part, number in zip(PARTS, found, strict=True):
@@ -255,22 +248,16 @@ class Auprc(Tabular):
                 )
         return setup
 
-    def theta(self, setup, server):
-        if hasattr(server, "alpha"):
-            tree, _ = AreaUnderRoc(scores=RowScores(setup.model), positive_share=0.5).start(setup.theta)
-            return Layout.of(tree, "x").unflatten(server.x)["model"]
-        return super().theta(setup, server)
-
-    def evaluate(self, setup: TabularSetup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
+    def evaluate(self, setup: PrecisionSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
-        scores, _ = self.outcomes(setup, server)
+        scores, _ = self.outcomes(setup, left)
         final: dict[str, float] = {}
         rows: list[dict[str, Any]] = []
         for i, part in enumerate(PARTS):
             rates = self._rates(data.label, scores, data.part == i)
             apart = {
                 by: {name: self._rates(data.label, scores, (data.part == i) & own) for name, own in _owners(data, by)}
-                for by in (("client",) if self.group is None else ("group", "client"))
+                for by in self.slice_kinds
             }
             by_client = [own["average precision"] for own in apart["client"].values()]
             final |= {
@@ -296,7 +283,7 @@ class Auprc(Tabular):
         if label.any():
             average = float(average_precision_score(label, scores))
             precision, recall, _ = precision_recall_curve(label, scores)
-            at_recall = float(precision[:-1][recall[:-1] >= self.recall].max())  # the last pair is a convention
+            at_recall = float(precision[:-1][recall[:-1] >= self.options.recall].max())  # the last pair is a convention
         return {
             "average precision": average,
             self.at_recall: at_recall,
@@ -304,11 +291,11 @@ class Auprc(Tabular):
             "share of positives": float(label.mean()) if label.size else np.nan,
         }
 
-    def lines(self, setup: TabularSetup, server: Any) -> pd.DataFrame:
+    def lines(self, setup: PrecisionSetup, left: Any) -> pd.DataFrame:
         from sklearn.metrics import precision_recall_curve
 
         data = setup.data
-        scores, _ = self.outcomes(setup, server)
+        scores, _ = self.outcomes(setup, left)
         test = data.part == TEST
         number = lambda inside: int(data.label[inside].sum())
         clients = sorted(((name, test & own) for name, own in _owners(data, "client")), key=lambda one: -number(one[1]))
@@ -321,7 +308,7 @@ class Auprc(Tabular):
                 frames.append(pd.DataFrame({"slice": name, "x": GRID, "y": precision[at]}))
         return pd.concat(frames, ignore_index=True)
 
-    def notes(self, setup: TabularSetup) -> list[str]:
+    def notes(self, setup: PrecisionSetup) -> list[str]:
         data, test = setup.data, setup.data.part == TEST
         said = [
             "Average precision is the mean over the positive rows of the precision among the rows that come no later; "
@@ -336,9 +323,6 @@ class Auprc(Tabular):
                 "precision train without such a client, the others with its rows. It uses the model all the same."
             )
         return [*said, *super().notes(setup)]
-
-    def entries(self, metric: str, setup: TabularSetup) -> list[str]:
-        return []  # no metric is a vector
 
 
 def _owners(data: Federated, by: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -76,9 +76,6 @@ class WeightedRisk(SingleLevel):
         weighted = weight_of(jnp.asarray(self.weights), rows, self.groups) * losses(self.model, theta, rows)
         return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
 
-    def theta(self, server, client):
-        return self.tree(0, server.x)
-
 
 @struct
 class RegularisedRisk(SingleLevel):
@@ -93,9 +90,6 @@ class RegularisedRisk(SingleLevel):
         rows = batch["train"]
         risk = mean_of(losses(self.model, theta, rows), rows) + self.penalty / 2 * squared_norm(theta)
         return risk + self.coefficient * soft_gap(self.model, theta, rows, self.groups)
-
-    def theta(self, server, client):
-        return self.tree(0, server.x)
 
 
 @struct
@@ -112,6 +106,10 @@ class GroupWeights(Bilevel):
     gap: float = 0.0
     model: Perceptron = static(default=Perceptron())
     form: str = setting("projected or softmax", default="projected", choices=("projected", "softmax"), static=True)
+
+    def start(self, number: int) -> Array:
+        """The variable that gives this number of weights, all of them 1."""
+        return jnp.ones(number) if self.form == "projected" else jnp.zeros(number)
 
     def weights(self, x):
         return x if self.form == "projected" else x.size * jax.nn.softmax(x)
@@ -134,7 +132,7 @@ class GroupWeights(Bilevel):
         mean = jnp.mean(x)
         return jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1), 1)
 
-    def theta(self, server, client):
+    def params_of(self, server, client):
         return self.tree(1, server.y if client.y is None else client.y)
 
 
@@ -159,9 +157,6 @@ class GroupMinimax(Minimax):
     def group_shares(self, batch, key):
         return batch["shares"]
 
-    def theta(self, server, client):
-        return self.tree(0, server.x)
-
 
 @struct
 class DisparityLimit(Constrained):
@@ -177,6 +172,3 @@ class DisparityLimit(Constrained):
 
     def constraints(self, theta, batch, key):
         return soft_gap(self.model, theta, batch["train"], self.groups)[None]
-
-    def theta(self, server, client):
-        return self.tree(0, server.x)

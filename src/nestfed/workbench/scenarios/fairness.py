@@ -2,7 +2,7 @@
 
 Every client's validation set is balanced between groups (equally many rows of each; of a group too small for that,
 half). The problems on the rows are in `fair_problems.py`, what all tasks on a table share in `tabular.py`; here are the
-task and its metrics, methods and kind.
+task and its metrics, its methods and the scenario.
 
 FedBiO and FedBiOAcc find group weights; a second stage trains the final model with them by FedAvg.
 """
@@ -20,10 +20,11 @@ import pandas as pd
 
 from nestfed.algorithms import ALGORITHMS
 from nestfed.core.rows import ClientRows
-from nestfed.core.settings import setting, static, struct
+from nestfed.core.settings import static, struct
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN, VALIDATION
 from nestfed.report.metrics import Metric
+from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.fair_problems import (
     DisparityLimit,
@@ -54,10 +55,6 @@ class FairnessTask(TabularTask):
 
     full_batch: bool = static(default=False)  # a batch is all of the client's training rows
 
-    @property
-    def minimised(self):
-        return "outer_loss" if isinstance(self.problem, GroupWeights) else "train_loss"
-
     def sample(self, data, key):
         batch = super().sample(data, key)
         return batch | {"train": self._all_rows(data)} if self.full_batch else batch
@@ -68,7 +65,7 @@ class FairnessTask(TabularTask):
         return self.with_weight(rows, jnp.where(inside, data.largest / train.size, 0))
 
     def metrics(self, server, client, data, fed):
-        theta = self.problem.theta(server, client)  # computed once, not for every block of rows
+        theta = self.problem.params_of(server, client)  # computed once, not for every block of rows
         own = data.average(functools.partial(self._statistics, theta), rows_at_once=1024) * data.size
         # The outer objective is a mean over clients; everything else is pooled: totals over all clients' rows.
         objective = own[VALIDATION, :, -1].sum() / own[VALIDATION, :, 0].sum()
@@ -77,8 +74,6 @@ class FairnessTask(TabularTask):
         recorded = {"outer_loss": objective}
         for number, part in enumerate(PARTS):
             recorded |= {f"{part}_{name}": value for name, value in rates(counts[number]).items()}
-        if isinstance(self.problem, GroupWeights):
-            recorded["weights"] = self.problem.weights(self.problem.tree(0, server.x))
         return recorded
 
     def _statistics(self, theta: PyTree, batch: PyTree) -> Array:
@@ -93,6 +88,17 @@ class FairnessTask(TabularTask):
         member = jax.nn.one_hot(rows["part"] * self.groups + rows["group"], len(PARTS) * self.groups)
         means = member.astype(logits.dtype).T @ jnp.stack(values, 1) / logits.size
         return means.reshape(len(PARTS), self.groups, len(STATISTICS))
+
+
+@struct
+class GroupWeightsTask(FairnessTask):
+    """Records the group weights too."""
+
+    minimised: str = static(default="outer_loss")
+
+    def metrics(self, server, client, data, fed):
+        weights = self.problem.weights(self.problem.tree(0, server.x))
+        return super().metrics(server, client, data, fed) | {"weights": weights}
 
 
 def rates(counts: Array) -> dict[str, Array]:
@@ -125,89 +131,87 @@ def _spread(values: Array, present: Array) -> Array:
 class FairnessSetup(TabularSetup):
     """One seed, and what FedBiO needs to know of it."""
 
-    task_class: ClassVar[type[TabularTask]] = FairnessTask
-
-    @property
-    def group_problem(self) -> GroupWeights:
-        kind = self.kind
-        return GroupWeights(
-            groups=self.groups, penalty=kind.penalty, gap=kind.gap, model=self.model, form=kind.weight_form
-        )
-
     @functools.cached_property
     def curvature(self) -> float:
-        """An estimate of the largest eigenvalue of the lower problem's Hessian: lambda_max(X'X / n) / 4 for weights of
-        2. (Batches may be steeper, and for a network it is only the first layer's order of magnitude.)"""
+        """An estimate of the largest eigenvalue of the lower problem's Hessian without its penalty: lambda_max(X'X / n)
+        / 4 for weights of 2. (Batches may be steeper, and for a network it is only the first layer's order of
+        magnitude.)"""
         inputs = self.data.inputs[self.data.part == TRAIN]
         inputs = np.concatenate([inputs, np.ones((len(inputs), 1), inputs.dtype)], 1)
-        return float(np.linalg.eigvalsh(inputs.T @ inputs / len(inputs))[-1]) / 4 * 2 + self.kind.penalty
+        return float(np.linalg.eigvalsh(inputs.T @ inputs / len(inputs))[-1]) / 4 * 2
 
 
 # ------------------------------------------------------------------------------------------------- methods
 
 
-def weighted_risk(setup: FairnessSetup, before: Any) -> TabularTask:
+def weighted_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     """The model's own stage: group weights of 1, or those that the stage before found."""
-    weights = jnp.ones(setup.groups) if before is None else setup.group_problem.weights(before.x)
-    problem = WeightedRisk(weights=weights, groups=setup.groups, penalty=setup.kind.penalty, model=setup.model)
-    return setup.task(problem, setup.theta)
+    weights = jnp.ones(setup.groups)
+    if before is not None:
+        weights = before.problem.weights(before.server.x)
+    penalty = scenario.options.penalty
+    problem = WeightedRisk(weights=weights, groups=setup.groups, penalty=penalty, model=setup.model)
+    return scenario.pose(setup, problem, setup.theta)
 
 
-def regularised_risk(setup: FairnessSetup, before: Any) -> TabularTask:
+def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+    chosen = scenario.options
     problem = RegularisedRisk(
-        groups=setup.groups, coefficient=setup.kind.regulariser, penalty=setup.kind.penalty, model=setup.model
+        groups=setup.groups, coefficient=chosen.regulariser, penalty=chosen.penalty, model=setup.model
     )
-    return setup.task(problem, setup.theta)
+    return scenario.pose(setup, problem, setup.theta)
 
 
-def group_weights(setup: FairnessSetup, before: Any) -> TabularTask:
-    number = setup.groups * (2 if setup.kind.weigh == "group+label" else 1)
-    start = jnp.ones(number) if setup.kind.weight_form == "projected" else jnp.zeros(number)
-    return setup.task(setup.group_problem, (start, setup.theta))
+def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+    chosen = scenario.options
+    problem = GroupWeights(
+        groups=setup.groups, penalty=chosen.penalty, gap=chosen.gap, model=setup.model, form=chosen.weight_form
+    )
+    start = problem.start(setup.groups * (2 if chosen.weigh == "group+label" else 1))
+    return scenario.pose(setup, problem, (start, setup.theta), task_class=GroupWeightsTask)
 
 
-def group_minimax(setup: FairnessSetup, before: Any) -> TabularTask:
+def group_minimax(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     """Risks of the pooled groups need every row to count the same: clients are weighed by their rows."""
-    problem = GroupMinimax(groups=setup.groups, penalty=setup.kind.penalty, model=setup.model)
+    chosen = scenario.options
+    problem = GroupMinimax(groups=setup.groups, penalty=chosen.penalty, model=setup.model)
     start = (setup.theta, jnp.ones(setup.groups) / setup.groups)
-    return setup.task(problem, start, averaging="samples", full_batch=setup.kind.full_batch)
+    return scenario.pose(setup, problem, start, averaging="samples", full_batch=chosen.full_batch)
 
 
-def disparity_limit(setup: FairnessSetup, before: Any) -> TabularTask:
-    problem = DisparityLimit(groups=setup.groups, penalty=setup.kind.penalty, model=setup.model)
-    return setup.task(problem, setup.theta)
+def disparity_limit(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+    problem = DisparityLimit(groups=setup.groups, penalty=scenario.options.penalty, model=setup.model)
+    return scenario.pose(setup, problem, setup.theta)
 
 
 def _two_stages(name: str, settings: dict[str, Any]) -> Method:
-    weights = lambda setup: settings | {"local_steps": LOCAL_STEPS, "hypergradient.lr": _neumann_step(setup)}
-    model = lambda setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}
+    def weights(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
+        neumann_step = 1 / (setup.curvature + scenario.options.penalty)
+        return settings | {"local_steps": LOCAL_STEPS, "hypergradient.lr": float(f"{neumann_step:.2g}")}
+
+    model = lambda scenario, setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}
     doc = f"{ALGORITHMS[name].__name__} learns group weights on balanced validation data; FedAvg then trains with them."
     stages = (Stage("weights", name, group_weights, weights), Stage("model", "fedavg", weighted_risk, model))
     return Method(ALGORITHMS[name].__name__, doc, stages)
 
 
-def _neumann_step(setup: FairnessSetup) -> float:
-    return float(f"{1 / setup.curvature:.2g}")
+def _fcfl(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
+    return {"lr": 0.1, "tolerance": 0.05, "stage_one_steps": max(1, scenario.options.steps * 2 // 5)}
 
 
 METHODS: dict[str, Method] = {
     "fedavg": single_level("fedavg", weighted_risk, lr=0.1),
     "fedreg": Method(
         "FedReg", "FedAvg with a penalty on the gap of true positive rates in a batch.",
-        (Stage("model", "fedavg", regularised_risk, lambda setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}),),
+        (Stage("model", "fedavg", regularised_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),),
     ),
     "fedminmax": Method(
         "FedMinMax", "Minimise the loss of the worst group; an exchange every step.",
-        (Stage("model", "fedminmax", group_minimax, lambda setup: {"lr": 0.1, "weight_lr": 0.1}, "average"),),
+        (Stage("model", "fedminmax", group_minimax, lambda *_: {"lr": 0.1, "weight_lr": 0.1}, "average"),),
     ),
     "fcfl": Method(
         "FCFL", "Multi-objective descent under a limit on every client's disparity; an exchange every step.",
-        (
-            Stage(
-                "model", "fcfl", disparity_limit,
-                lambda setup: {"lr": 0.1, "tolerance": 0.05, "stage_one_steps": max(1, setup.kind.steps * 2 // 5)},
-            ),
-        ),
+        (Stage("model", "fcfl", disparity_limit, _fcfl),),
     ),
     "fedbio": _two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}),
     # With the paper's c = 1 the momentum keeps most of the noise of its first batch (see the algorithm's page).
@@ -216,26 +220,17 @@ METHODS: dict[str, Method] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- the kind
+# ------------------------------------------------------------------------------------------------- the scenario
 
 
 @dataclasses.dataclass(frozen=True)
-class Fairness(Tabular):
-    """Options of the task "fairness"."""
+class Fairness(Tabular[FairnessSetup]):
+    """The task "fairness"."""
 
-    weigh: str = setting("what FedBiO weighs", default="group", choices=("group", "group+label"), static=True)
-    weight_form: str = setting(
-        "how FedBiO's variable gives weights", default="projected", choices=("projected", "softmax"), static=True
-    )
-    gap: float = setting("weight of the true positive rate gap in FedBiO's upper loss", default=0.0, at_least=0)
-    regulariser: float = setting("coefficient of FedReg", default=0.1, at_least=0)
-    full_batch: bool = setting("FedMinMax sees all rows in a step", default=True, static=True)
+    options: FairnessOptions = FairnessOptions()
 
-    name: ClassVar[str] = "fairness"
     title: ClassVar[str] = "Fair classification"
-    description: ClassVar[str] = "a classifier with equal true positive rates in all groups (bilevel group weights)"
     baseline: ClassVar[str] = "fedavg"
-    usual: ClassVar[tuple[str, ...]] = ("fedavg", "fedbio")
     select: ClassVar[str] = "outer_loss"
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("test_eqopp", "test EqOpp gap", "lower"),
@@ -247,18 +242,18 @@ class Fairness(Tabular):
     )
     methods: ClassVar[dict[str, Method]] = METHODS
     setup_class: ClassVar[type[TabularSetup]] = FairnessSetup
+    task_class: ClassVar[type[TabularTask]] = FairnessTask
     needs_group: ClassVar[bool] = True
     needs_positives: ClassVar[bool] = True
 
     def score(self, final: Mapping[str, float]) -> float:
         """The loss on the balanced validation sets, plus the gap there as far as the upper loss counts it."""
-        return final["outer_loss"] + self.gap * final["validation_eqopp"]
+        return final["outer_loss"] + self.options.gap * final["validation_eqopp"]
 
-    def evaluate(self, setup: FairnessSetup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
+    def evaluate(self, setup: FairnessSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
-        logits, rows = self.outcomes(setup, server)
+        logits, rows = self.outcomes(setup, left)
         predicted = logits > 0
-        parts = [self.slices(rows, by) for by in ("group", "client")]
         by_group = rows.groupby(["split", "group"])[list(STATISTICS)].sum()
         final = {"outer_loss": self._outer_loss(setup, rows)}
         for part in by_group.index.get_level_values("split").unique():
@@ -268,7 +263,7 @@ class Fairness(Tabular):
             inside = data.part == PARTS.index(part)
             final[f"{part}_auroc"] = area_under_roc(logits[inside], data.label[inside])
             final[f"{part}_predicted_positive"] = float(predicted[inside].mean())
-        return final, pd.concat(parts, ignore_index=True)
+        return final, self.slices(rows)
 
     def warnings(self, final: pd.DataFrame) -> list[str]:
         if "test_predicted_positive" not in final:
@@ -283,10 +278,12 @@ class Fairness(Tabular):
     def _outer_loss(self, setup: FairnessSetup, rows: Any) -> float:
         """The mean over clients of the loss on their validation sets."""
         validation = rows[rows.split == "validation"].groupby("client").loss.mean()
-        return float(setup.client_weights(setup.kind.averaging) @ validation[list(setup.data.client_names)].to_numpy())
+        return float(
+            setup.client_weights(self.options.averaging) @ validation[list(setup.data.client_names)].to_numpy()
+        )
 
     def entries(self, metric: str, setup: FairnessSetup) -> list[str]:
         names = setup.data.group_names
-        if self.weigh == "group+label":
+        if self.options.weigh == "group+label":
             return [f"weight of {name}, label {label}" for name in names for label in (0, 1)]
         return [f"weight of {name}" for name in names]

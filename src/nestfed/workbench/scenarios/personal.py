@@ -16,7 +16,7 @@ import optax
 import pandas as pd
 
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.settings import UserError, setting, struct, suggest
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TEST, TRAIN, Encoder, Federated
@@ -24,7 +24,8 @@ from nestfed.models import Perceptron, dense, hidden_features
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
 from nestfed.verbs.personalise import PersonalTask, spread
-from nestfed.workbench.scenario import Method, Stage, nearest
+from nestfed.workbench.options import PersonalOptions
+from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
@@ -88,30 +89,13 @@ class Models(NamedTuple):
     v: Array
 
 
-@dataclasses.dataclass(frozen=True)
-class PersonalSetup(TabularSetup):
-    """One seed, and the problem on its rows."""
-
-    def personal_task(self, theta: PyTree) -> PersonalTableTask:
-        """All clients start from this model."""
-        problem = BinaryClasses(weight_decay=self.kind.penalty)
-        return PersonalTableTask.create(
-            problem, self.rows, theta, batch_size=self.batch_size, weights=self.client_weights(self.kind.averaging)
-        )
-
-    def thetas(self, models: Models) -> PyTree:
-        """The parameters of all clients' models, every leaf [clients, ...]."""
-        problem = self.personal_task(self.theta).problem
-        return jax.vmap(lambda u, v: [*problem.tree(0, u), problem.tree(1, v)])(models.u, models.v)
+def from_the_start(scenario: "Personal", setup: TabularSetup, before: Models | None) -> Task:
+    return scenario.pose_from(setup, setup.theta)
 
 
-def from_the_start(setup: PersonalSetup, before: Models | None) -> Task:
-    return setup.personal_task(setup.theta)
-
-
-def from_the_common_model(setup: PersonalSetup, before: Models) -> Task:
+def from_the_common_model(scenario: "Personal", setup: TabularSetup, before: Models) -> Task:
     """Of a method that leaves the same model with everybody."""
-    return setup.personal_task(jax.tree.map(lambda a: a[0], setup.thetas(before)))
+    return scenario.pose_from(setup, jax.tree.map(lambda a: a[0], scenario.thetas(setup, before)))
 
 
 # ------------------------------------------------------------------------------------------------- methods
@@ -126,12 +110,12 @@ MODEL, TUNING = "model", "tuning"
 
 
 def _stage(algorithm: str, **settings: Any) -> Stage:
-    return Stage(MODEL, algorithm, from_the_start, lambda setup: {"lr": LR, "local_steps": LOCAL_STEPS, **settings})
+    return Stage(MODEL, algorithm, from_the_start, lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings})
 
 
 def _tuning(trains: str) -> Stage:
     """Every client goes on alone from the common model."""
-    settings = lambda setup: {"lr": TUNING_LR[trains], "local_steps": LOCAL_STEPS, "trains": trains}
+    settings = lambda *_: {"lr": TUNING_LR[trains], "local_steps": LOCAL_STEPS, "trains": trains}
     return Stage(TUNING, "local-only", from_the_common_model, settings, alone=True)
 
 
@@ -178,7 +162,8 @@ class ClientModels:
     def of(self, client: str) -> TabularModel:
         """The model of the client of this name."""
         if client not in self.clients:
-            raise UserError(f"there is no model of the client {client!r}{nearest(client, self.clients)}")
+            hint = f"{suggest(client, self.clients)} Known are {', '.join(self.clients)}."
+            raise UserError(f"there is no model of the client {client!r}{hint}")
         theta = jax.tree.map(lambda a: a[self.clients.index(client)], self.thetas)
         return TabularModel(self.model, theta, self.encoder)
 
@@ -194,20 +179,17 @@ class ClientModels:
         return cls(model, thetas, encoder, tuple(about["clients"]))
 
 
-# ------------------------------------------------------------------------------------------------- the kind
+# ------------------------------------------------------------------------------------------------- the scenario
 
 
 @dataclasses.dataclass(frozen=True)
-class Personal(Tabular):
-    """Options of the task "personal"."""
+class Personal(Tabular[TabularSetup]):
+    """The task "personal"."""
 
-    model: str = setting("the model", default="network", choices=("network",), static=True)
+    options: PersonalOptions = PersonalOptions()
 
-    name: ClassVar[str] = "personal"
     title: ClassVar[str] = "Models of clients' own"
-    description: ClassVar[str] = "a classifier for every client, judged on that client's own rows"
     baseline: ClassVar[str] = "local-only"
-    usual: ClassVar[tuple[str, ...]] = ("local-only", "fedavg", "fedavg-tuned", "fedrep", "fedreco")
     select: ClassVar[str] = "validation_loss"
     any_output: ClassVar[bool] = False
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -217,12 +199,22 @@ class Personal(Tabular):
         Metric("test_loss", "test loss, mean of clients", "lower"),
     )
     methods: ClassVar[dict[str, Method]] = METHODS
-    setup_class: ClassVar[type[TabularSetup]] = PersonalSetup
     needs_group: ClassVar[bool] = False
     needs_positives: ClassVar[bool] = False
-    usual_partition: ClassVar[str] = "dirichlet:0.5"  # clients that differ: otherwise one model would do
 
-    def left(self, server: Any, clients: Any) -> Models:
+    def pose_from(self, setup: TabularSetup, theta: PyTree) -> PersonalTableTask:
+        """The task whose clients all start from this model."""
+        return PersonalTableTask.create(
+            BinaryClasses(weight_decay=self.options.penalty), setup.rows, theta, batch_size=setup.batch_size,
+            weights=setup.client_weights(self.options.averaging),
+        )  # fmt: skip
+
+    def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
+        """The parameters of all clients' models, every leaf [clients, ...]."""
+        problem = self.pose_from(setup, setup.theta).problem
+        return jax.vmap(lambda u, v: [*problem.tree(0, u), problem.tree(1, v)])(models.u, models.v)
+
+    def leave(self, task: Task, server: Any, clients: Any) -> Models:
         """A client's own parts where it has any, otherwise the server's."""
         return Models(*jax.vmap(lambda client: Personalised.model_of(server, client))(clients))
 
@@ -231,23 +223,23 @@ class Personal(Tabular):
         columns = rows.columns["inputs"], rows.columns["label"].astype(np.int32)
         return dataclasses.replace(rows, columns=columns, constants={"sizes": rows.constants["sizes"]})
 
-    def trained(self, setup: PersonalSetup, left: Models) -> ClientModels:
-        thetas = jax.tree.map(np.asarray, setup.thetas(left))
+    def make_model(self, setup: TabularSetup, left: Models) -> ClientModels:
+        thetas = jax.tree.map(np.asarray, self.thetas(setup, left))
         return ClientModels(setup.model, thetas, setup.data.encoder, setup.data.client_names)
 
-    def logits(self, setup: PersonalSetup, left: Models) -> np.ndarray:
+    def logits(self, setup: TabularSetup, left: Models) -> np.ndarray:
         """Of every row by its own client's model."""
-        data, thetas = setup.data, setup.thetas(left)
+        data, thetas = setup.data, self.thetas(setup, left)
         found = np.zeros(len(data.label))
         for i in range(len(data.client_names)):
             own = data.client == i
             found[own] = setup.model(jax.tree.map(lambda a: a[i], thetas), jnp.asarray(data.inputs[own]))
         return found
 
-    def evaluate(self, setup: PersonalSetup, left: Models) -> tuple[dict[str, float], pd.DataFrame]:
+    def evaluate(self, setup: TabularSetup, left: Models) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
         _, rows = self.outcomes(setup, left)
-        weights = setup.client_weights(self.averaging)
+        weights = setup.client_weights(self.options.averaging)
         final: dict[str, Any] = {}
         for part in PARTS:
             inside: Any = rows[rows["split"] == part]
@@ -260,10 +252,9 @@ class Personal(Tabular):
             final |= {f"{part}_loss": mean(by_client["loss"].to_numpy(float)), f"{part}_accuracy": mean(accuracy)}
             spreads = spread(jnp.asarray(accuracy), jnp.asarray(known))
             final |= {f"{part}_accuracy_{what}": float(value) for what, value in spreads.items()}
-        slices = [self.slices(rows, by) for by in (("client",) if self.group is None else ("group", "client"))]
-        return final, pd.concat(slices, ignore_index=True)
+        return final, self.slices(rows)
 
-    def notes(self, setup: PersonalSetup) -> list[str]:
+    def notes(self, setup: TabularSetup) -> list[str]:
         data = setup.data
         test = data.part == TEST
         counts = np.bincount(data.client[test], minlength=len(data.client_names))
@@ -274,6 +265,3 @@ class Personal(Tabular):
             "clients (first seed).",
             *super().notes(setup),
         ]
-
-    def entries(self, metric: str, setup: PersonalSetup) -> list[str]:
-        return []  # no metric is a vector

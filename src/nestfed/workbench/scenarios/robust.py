@@ -8,6 +8,7 @@ are in `nestfed.robust`). One number says how far the adversary may go, and for 
     cvar              tail = 1 / (1 + strength): the share of worst rows that counts; the worse half at 1, a tenth at 9
 """
 
+import abc
 import dataclasses
 import functools
 import math
@@ -20,13 +21,13 @@ import optax
 import pandas as pd
 from jax.scipy.special import logsumexp
 
-from nestfed.core.rows import Layout
-from nestfed.core.settings import setting, static, struct
-from nestfed.core.types import Array
+from nestfed.core.settings import struct
+from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN
 from nestfed.problems import Compositional, worst_case
 from nestfed.problems.robust import KL, ChiSquare, CVaR
 from nestfed.report.metrics import Metric
+from nestfed.workbench.options import RobustOptions
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,
@@ -51,10 +52,9 @@ UNDECIDED = math.log(2)  # the loss of a model that knows nothing: where the thr
 
 
 @struct
-class Divergence:
-    """What the adversary may do, and what it reaches."""
+class Adversary(abc.ABC):
+    """Who moves weight to bad rows: what that costs or may do, what it reaches, and the problem of facing it."""
 
-    name: str = static()
     strength: float
 
     @property
@@ -65,21 +65,109 @@ class Divergence:
     def tail(self) -> Any:
         return 1 / (1 + self.strength)
 
+    @abc.abstractmethod
     def response(self, losses: Array, weights: Array) -> Array:
         """The worst-case weights of rows with these losses and nominal weights."""
-        if self.name == "cvar":
-            return worst_case.cvar(losses, self.tail, weights)
-        rule = worst_case.kl if self.name == "kl" else worst_case.chi_square
-        return rule(losses, self.price, weights)
 
+    @abc.abstractmethod
     def value(self, losses: Array, weights: Array) -> Array:
         """The robust objective: the mean loss with the worst-case weights, less what moving to them costs."""
-        if self.name == "kl":
-            return self.price * logsumexp(losses / self.price, b=weights / weights.sum())
+
+    @abc.abstractmethod
+    def pose(self, losses: RowLosses, weight_decay: float, heaviest: float, theta: PyTree) -> tuple[Compositional, Any]:
+        """(the robust loss of rows, where training starts); `heaviest` bounds what a row can weigh."""
+
+    @abc.abstractmethod
+    def settings_of_fastdro(self, rows: int) -> dict[str, Any]:
+        """FastDRO against this adversary, with so many rows in all batches of a step."""
+
+    def diagnose(self, losses: Array) -> dict[str, Array]:
+        """What its weights of the training rows say, for `DIAGNOSTICS`."""
+        return {"effective_sample_size": worst_case.effective_sample_size(self.response(losses, jnp.ones_like(losses)))}
+
+    @property
+    @abc.abstractmethod
+    def meaning(self) -> str:
+        """How the robust objective goes on from "moving weight between all clients' rows"."""
+
+
+@struct
+class KLAdversary(Adversary):
+    """Moving weight costs price x KL(weights | equal weights)."""
+
+    def response(self, losses, weights):
+        return worst_case.kl(losses, self.price, weights)
+
+    def value(self, losses, weights):
+        return self.price * logsumexp(losses / self.price, b=weights / weights.sum())
+
+    def pose(self, losses, weight_decay, heaviest, theta):
+        problem = KL(losses=losses, weight_decay=weight_decay, price=self.price, largest_weight=heaviest)
+        return problem, theta
+
+    def settings_of_fastdro(self, rows):
+        return {"geometry": "kl-cvar", "price": self.price, "tail": 1 / rows}  # one row may take all the weight
+
+    @property
+    def meaning(self):
+        return f"minus price x KL(weights | equal weights); the price is 1 / strength = {self.price:.4g}"
+
+
+@struct
+class ChiSquareAdversary(Adversary):
+    """Moving weight costs price x half the chi-square divergence."""
+
+    def response(self, losses, weights):
+        return worst_case.chi_square(losses, self.price, weights)
+
+    def value(self, losses, weights):
         p = self.response(losses, weights)
-        if self.name == "cvar":
-            return p @ losses
         return p @ losses - self.price / 2 * (1 / worst_case.effective_sample_size(p, weights) - 1)
+
+    def pose(self, losses, weight_decay, heaviest, theta):
+        return ChiSquare(losses=losses, weight_decay=weight_decay, price=self.price), theta
+
+    def settings_of_fastdro(self, rows):
+        return {"geometry": "chi-square-penalty", "price": self.price}
+
+    def diagnose(self, losses):
+        return super().diagnose(losses) | {"negative_weights": worst_case.negative_share(losses, self.price)}
+
+    @property
+    def meaning(self):
+        return (
+            "minus price x (n / 2) |weights - 1 / n|^2, half the chi-square divergence; the price is "
+            f"1 / strength = {self.price:.4g}"
+        )
+
+
+@struct
+class CVaRAdversary(Adversary):
+    """All weight may lie on the tail, the worst share of the rows."""
+
+    def response(self, losses, weights):
+        return worst_case.cvar(losses, self.tail, weights)
+
+    def value(self, losses, weights):
+        return self.response(losses, weights) @ losses
+
+    def pose(self, losses, weight_decay, heaviest, theta):
+        problem = CVaR(losses=losses, weight_decay=weight_decay, tail=self.tail)
+        return problem, problem.start(theta, UNDECIDED)
+
+    def settings_of_fastdro(self, rows):
+        return {"geometry": "cvar", "tail": self.tail}
+
+    @property
+    def meaning(self):
+        return f"that is, the mean of the worst {100 * self.tail:.4g} % of rows: the share is 1 / (1 + strength)"
+
+
+ADVERSARIES: dict[str, type[Adversary]] = {
+    "kl": KLAdversary,
+    "chi-square": ChiSquareAdversary,
+    "cvar": CVaRAdversary,
+}
 
 
 # ------------------------------------------------------------------------------------------------- the task
@@ -89,22 +177,17 @@ class Divergence:
 class RobustTask(PooledTask):
     """Metrics of the pooled rows: the worst rows of all cannot be told from means."""
 
-    divergence: Divergence
-
-    @property
-    def minimised(self):
-        return "train_robust_objective" if isinstance(self.problem, Compositional) else "train_loss"
+    adversary: Adversary
 
     def metrics(self, server, client, data, fed):
-        problem, theta = self.problem, self.problem.tree(0, server.x)
-        theta = theta["model"] if isinstance(problem, CVaR) else theta
-        measured = measures(self.pool(theta, data, fed), self.divergence, self.clients, self.groups)
+        problem, theta = self.problem, self.problem.params_of(server, client)
+        measured = measures(self.pool(theta, data, fed), self.adversary, self.clients, self.groups)
         counted = problem.projections(server, client, fed) if isinstance(problem, Compositional) else {}
         return measured | counted
 
 
 @functools.partial(jax.jit, static_argnames=("clients", "groups"))
-def measures(pool: Pool, divergence: Divergence, clients: int, groups: int) -> dict[str, Array]:
+def measures(pool: Pool, adversary: Adversary, clients: int, groups: int) -> dict[str, Array]:
     """Of every part of the data; NaN for a part without rows."""
     loss = optax.sigmoid_binary_cross_entropy(pool.logit, pool.label.astype(pool.logit.dtype))
     correct = ((pool.logit > 0) == (pool.label == 1)).astype(loss.dtype)
@@ -122,7 +205,7 @@ def measures(pool: Pool, divergence: Divergence, clients: int, groups: int) -> d
         values = {
             "loss": mean(loss),
             "accuracy": mean(correct),
-            "robust_objective": divergence.value(loss, inside),
+            "robust_objective": adversary.value(loss, inside),
             "worst_decile_loss": worst_case.cvar(loss, DECILE, inside) @ loss,
             "worst_client_loss": worst(loss, pool.client, clients),
             "worst_client_accuracy": -worst(-correct, pool.client, clients),
@@ -136,41 +219,17 @@ def measures(pool: Pool, divergence: Divergence, clients: int, groups: int) -> d
     return {f"{part}_{name}": value[i] for i, part in enumerate(PARTS) for name, value in values.items()}
 
 
-# ------------------------------------------------------------------------------------------------- set-up of a seed
-
-
-@dataclasses.dataclass(frozen=True)
-class RobustSetup(TabularSetup):
-    """One seed, and the problems on its rows."""
-
-    task_class: ClassVar[type[TabularTask]] = RobustTask
-
-    def task(self, problem, params, *, averaging=None, **fields):
-        return super().task(
-            problem, params, averaging=averaging, divergence=self.kind.adversary, **self.pooled, **fields
-        )
-
-    @property
-    def problem(self) -> Compositional:
-        """The robust loss of the training rows."""
-        kind, adversary = self.kind, self.kind.adversary
-        common = {"losses": RowLosses(self.model), "weight_decay": kind.penalty}
-        if kind.divergence == "cvar":
-            return CVaR(tail=adversary.tail, **common)
-        if kind.divergence == "chi-square":
-            return ChiSquare(price=adversary.price, **common)
-        # Training rows only, of all that a client holds; where clients count alike, rows of small ones weigh more.
-        heaviest = np.max(self.train_sizes / self.client_weights(kind.averaging))
-        return KL(price=adversary.price, largest_weight=float(heaviest), **common)
-
-
 # ------------------------------------------------------------------------------------------------- methods
 
 
-def robust_loss(setup: RobustSetup, before: Any) -> TabularTask:
-    problem = setup.problem
-    start = problem.start(setup.theta, UNDECIDED) if isinstance(problem, CVaR) else setup.theta
-    return setup.task(problem, start)
+def robust_loss(scenario: "Robust", setup: TabularSetup, before: Any) -> TabularTask:
+    """The robust loss of the training rows."""
+    # Training rows only, of all that a client holds; where clients count alike, rows of small ones weigh more.
+    heaviest = np.max(setup.train_sizes / setup.client_weights(scenario.options.averaging))
+    problem, start = scenario.adversary.pose(
+        RowLosses(setup.model), scenario.options.penalty, float(heaviest), setup.theta
+    )
+    return scenario.pose(setup, problem, start, minimised="train_robust_objective")
 
 
 # Chosen on Adult's validation data: three seeds, 2000 steps, lr 0.03, 0.1, 0.3 and 1, beta 0.1, 0.5 and 0.9 (DS-FedDRO:
@@ -182,24 +241,19 @@ def robust_loss(setup: RobustSetup, before: Any) -> TabularTask:
 LR = 0.1
 
 
-def step_size(setup: RobustSetup) -> float:
+def step_size(scenario: "Robust") -> float:
     """A strong adversary puts much weight on a single row of a batch: steps must be smaller."""
-    return float(f"{LR / max(1.0, setup.kind.strength):.2g}")
+    return float(f"{LR / max(1.0, scenario.options.strength):.2g}")
 
 
 def _robust(name: str, title: str, description: str, **settings: Any) -> Method:
-    chosen = lambda setup: {"lr": step_size(setup), "local_steps": LOCAL_STEPS, **settings}
+    chosen = lambda scenario, setup: {"lr": step_size(scenario), "local_steps": LOCAL_STEPS, **settings}
     return Method(title, description, (Stage("model", name, robust_loss, chosen),))
 
 
-def _fastdro(setup: RobustSetup) -> dict[str, Any]:
-    adversary, lr = setup.kind.adversary, step_size(setup)
-    if setup.kind.divergence == "cvar":
-        return {"lr": lr, "geometry": "cvar", "tail": adversary.tail}
-    if setup.kind.divergence == "chi-square":
-        return {"lr": lr, "geometry": "chi-square-penalty", "price": adversary.price}
-    no_cap = 1 / (setup.rows.clients * setup.batch_size)  # one row may take all the weight
-    return {"lr": lr, "geometry": "kl-cvar", "price": adversary.price, "tail": no_cap}
+def _fastdro(scenario: "Robust", setup: TabularSetup) -> dict[str, Any]:
+    own = scenario.adversary.settings_of_fastdro(setup.rows.clients * setup.batch_size)
+    return {"lr": step_size(scenario), **own}
 
 
 METHODS: dict[str, Method] = {
@@ -226,25 +280,17 @@ METHODS: dict[str, Method] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- the kind
+# ------------------------------------------------------------------------------------------------- the scenario
 
 
 @dataclasses.dataclass(frozen=True)
-class Robust(Tabular):
-    """Options of the task "robust"."""
+class Robust(Tabular[TabularSetup]):
+    """The task "robust"."""
 
-    # The objective is about rows, whoever holds them: every row counts the same.
-    averaging: str = setting("weights of the clients", default="samples", choices=("uniform", "samples"), static=True)
-    divergence: str = setting(
-        "what the adversary pays or may do", default="kl", choices=("kl", "chi-square", "cvar"), static=True
-    )
-    strength: float = setting("how cautious the model is, near 0 like FedAvg", default=1.0, above=0)
+    options: RobustOptions = RobustOptions()
 
-    name: ClassVar[str] = "robust"
     title: ClassVar[str] = "Robust classification"
-    description: ClassVar[str] = "a classifier for the worst rows, clients and groups (distributionally robust)"
     baseline: ClassVar[str] = "fedavg"
-    usual: ClassVar[tuple[str, ...]] = ("fedavg", "feddro", "ds-feddro")
     select: ClassVar[str] = "validation_robust_objective"
     aims: ClassVar[tuple[str, ...]] = ("strength",)
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -255,53 +301,38 @@ class Robust(Tabular):
         Metric("test_accuracy", "test accuracy", "higher"),
     )
     methods: ClassVar[dict[str, Method]] = METHODS
-    setup_class: ClassVar[type[TabularSetup]] = RobustSetup
+    task_class: ClassVar[type[TabularTask]] = RobustTask
     needs_group: ClassVar[bool] = False
     needs_positives: ClassVar[bool] = False
-    usual_partition: ClassVar[str] = "dirichlet:0.5"  # clients that differ: otherwise there is no worst one
     rates: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "true positive rate", "false positive rate")
 
     @property
-    def adversary(self) -> Divergence:
-        return Divergence(name=self.divergence, strength=self.strength)
+    def adversary(self) -> Adversary:
+        return ADVERSARIES[self.options.divergence](strength=self.options.strength)
 
     @property
     def headline(self) -> tuple[Metric, ...]:
-        return tuple(m for m in self.metrics if self.group is not None or m.name != "test_worst_group_loss")
+        grouped = self.options.group is not None
+        return tuple(m for m in self.metrics if grouped or m.name != "test_worst_group_loss")
 
-    def theta(self, setup, server):
-        if server.x.size == Layout.of(setup.theta, "theta").size:
-            return super().theta(setup, server)
-        tree = CVaR(losses=RowLosses(setup.model)).start(setup.theta)
-        return Layout.of(tree, "x").unflatten(server.x)["model"]
+    def pose(self, setup, problem, params, **fields):
+        more = {"adversary": self.adversary, "model": setup.model, "total": len(setup.data.label)}
+        return super().pose(setup, problem, params, **more, **fields)
 
-    def evaluate(self, setup: RobustSetup, server: Any) -> tuple[dict[str, float], pd.DataFrame]:
+    def evaluate(self, setup: TabularSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
-        logits, rows = self.outcomes(setup, server)
+        logits, rows = self.outcomes(setup, left)
         pool = Pool(*map(jnp.asarray, (logits, data.label, data.part, data.group, data.client)))
         final = measures(pool, self.adversary, len(data.client_names), setup.groups)
-        train, adversary = jnp.asarray(rows.loss[data.part == TRAIN]), self.adversary
-        alike = jnp.ones_like(train)
-        p = adversary.response(train, alike)
-        final["train_effective_sample_size"] = worst_case.effective_sample_size(p)
-        if self.divergence == "chi-square":
-            final["train_negative_weights"] = worst_case.negative_share(train, adversary.price)
-        slices = [self.slices(rows, by) for by in (("client",) if self.group is None else ("group", "client"))]
-        return {name: float(value) for name, value in final.items()}, pd.concat(slices, ignore_index=True)
+        found = self.adversary.diagnose(jnp.asarray(rows.loss[data.part == TRAIN]))
+        final |= {f"train_{name}": value for name, value in found.items()}
+        return {name: float(value) for name, value in final.items()}, self.slices(rows)
 
     def notes(self, setup: TabularSetup) -> list[str]:
-        adversary = self.adversary
-        meaning = {
-            "kl": f"minus price x KL(weights | equal weights); the price is 1 / strength = {adversary.price:.4g}",
-            "chi-square": "minus price x (n / 2) |weights - 1 / n|^2, half the chi-square divergence; the price is "
-            f"1 / strength = {adversary.price:.4g}",
-            "cvar": f"that is, the mean of the worst {100 * adversary.tail:.4g} % of rows: the share is "
-            "1 / (1 + strength)",
-        }[self.divergence]
         return [
             "The robust objective is the largest mean loss that an adversary reaches by moving weight between all "
-            f"clients' rows, {meaning}. The stronger ({self.strength:g} here), the more cautious; "
-            "near 0 it is the mean.",
+            f"clients' rows, {self.adversary.meaning}. The stronger ({self.options.strength:g} here), the more "
+            "cautious; near 0 it is the mean.",
             *super().notes(setup),
         ]
 
@@ -315,9 +346,6 @@ class Robust(Tabular):
                 )
                 said.append(text.format(by_method))
         return said
-
-    def entries(self, metric: str, setup: TabularSetup) -> list[str]:
-        return []  # no metric is a vector
 
 
 DIAGNOSTICS = {

@@ -10,7 +10,7 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,17 @@ from jax import lax
 from nestfed.algorithms import ALGORITHMS
 from nestfed.core.algorithm import Fed
 from nestfed.core.randomness import fold
-from nestfed.core.rows import ClientRows, Layout, Rows
-from nestfed.core.settings import UserError, setting, static, struct
+from nestfed.core.rows import ClientRows, Rows
+from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN, VALIDATION, Encoder, Federated, Table, federate, load, overview, read_table, summary
 from nestfed.data.table import check_column
-from nestfed.models import MODELS, Perceptron, model_named
+from nestfed.models import Perceptron, model_named
+from nestfed.problems.base import Problem
 from nestfed.problems.robust import MeanLoss
-from nestfed.workbench.scenario import Kind, Method, Stage
+from nestfed.workbench.options import TabularOptions
+from nestfed.workbench.scenario import Method, Scenario, Stage
 
 PARTS = ("train", "validation", "test")
 ROWS_AT_ONCE = 1024  # of a client, in an evaluation
@@ -61,6 +63,7 @@ class TabularTask(Task):
     what a problem does not look at is not drawn."""
 
     groups: int = static(default=1)
+    minimised: str = static(default="train_loss")
 
     def sample(self, data, key):
         drawn = lambda part: self.with_weight(
@@ -128,31 +131,10 @@ class TabularSetup:
     model: Perceptron
     theta: PyTree  # where the model starts
     batch_size: int
-    kind: Any  # the kind that made it
-
-    task_class: ClassVar[type[TabularTask]]
 
     @property
     def groups(self) -> int:
         return len(self.data.group_names)
-
-    def task(self, problem: Any, params: PyTree, *, averaging: str | None = None, **fields: Any) -> TabularTask:
-        usual = self.client_weights(self.kind.averaging)
-        weights = usual if averaging is None else self.client_weights(averaging)
-        # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
-        # mean with the usual weights.
-        constants = self.rows.constants | {
-            "scale": (1 / weights).astype(np.float32), "vote": (usual / weights).astype(np.float32),
-        }  # fmt: skip
-        return self.task_class.create(
-            problem, dataclasses.replace(self.rows, constants=constants), params, batch_size=self.batch_size,
-            weights=weights, groups=self.groups, **fields,
-        )  # fmt: skip
-
-    @property
-    def pooled(self) -> dict[str, Any]:
-        """What a `PooledTask` needs beside."""
-        return {"model": self.model, "total": len(self.data.label)}
 
     @property
     def train_sizes(self) -> np.ndarray:
@@ -191,17 +173,29 @@ LOCAL_STEPS = 5
 AVERAGE_LOSS = ("fedprox", "scaffold", "fedadagrad", "fedadam", "fedyogi")  # beside FedAvg, everybody's baseline
 
 
-def mean_loss(setup: TabularSetup, before: Any) -> TabularTask:
+def mean_loss(scenario: "Tabular", setup: TabularSetup, before: Any) -> TabularTask:
     """The mean logistic loss of the training rows."""
-    problem = MeanLoss(losses=RowLosses(setup.model), weight_decay=setup.kind.penalty)
-    return setup.task(problem, setup.theta)
+    problem = MeanLoss(losses=RowLosses(setup.model), weight_decay=scenario.options.penalty)
+    return scenario.pose(setup, problem, setup.theta)
 
 
-def single_level(name: str, task: Callable[[Any, Any], TabularTask], lr: float) -> Method:
+def single_level(name: str, task: Callable[[Any, Any, Any], TabularTask], lr: float) -> Method:
     """Any algorithm for averages of losses, as a method of one stage."""
-    settings = lambda setup: {"lr": lr, "local_steps": LOCAL_STEPS}
+    settings = lambda scenario, setup: {"lr": lr, "local_steps": LOCAL_STEPS}
     doc = (ALGORITHMS[name].__doc__ or "").splitlines()[0]
     return Method(ALGORITHMS[name].__name__, doc, (Stage("model", name, task, settings),))
+
+
+class StageEnd(NamedTuple):
+    """What a stage leaves: the server's state, and the problem, which finds the model in it."""
+
+    problem: Problem
+    server: Any
+
+    @property
+    def theta(self) -> PyTree:
+        """The parameters of the model."""
+        return self.problem.params_of(self.server, None)
 
 
 # ------------------------------------------------------------------------------------------------- the trained model
@@ -275,92 +269,97 @@ def masked_area_under_roc(scores: Array, positive: Array, inside: Array) -> Arra
     return jnp.where(pairs > 0, jnp.sum(jnp.where(inside & positive, wins, 0)) / jnp.maximum(pairs, 1), jnp.nan)
 
 
-# ------------------------------------------------------------------------------------------------- the kind
+# ------------------------------------------------------------------------------------------------- the scenario
+
+
+Setup = TypeVar("Setup", bound=TabularSetup)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tabular(Kind):
-    """Options of every task on a table."""
+class Tabular(Scenario[Setup]):
+    """A task on a table."""
 
-    data: str = "adult"
-    label: str | None = None
-    positive: str | None = None
-    threshold: float | None = None
-    group: str | None = None
-    clients: str | int | None = None
-    partition: str | None = None
-    features: str = "standard"
-    keep_group: bool = False
-    drop: tuple[str, ...] = ()
-    test_fraction: float = setting("share of test rows", default=0.3, above=0, at_most=0.9)
-    model: str = setting("the model", default="logistic", choices=tuple(MODELS), static=True)
-    penalty: float = setting("mu: strength of (mu / 2) |theta|^2", default=1e-3, at_least=0)
-    batch_size: int | None = setting("rows per batch", default=None, at_least=1, static=True)
-    averaging: str = setting("weights of the clients", default="uniform", choices=("uniform", "samples"), static=True)
-    steps: int = setting("local steps of every stage", default=2000, at_least=1, static=True)
+    options: TabularOptions
 
-    setup_class: ClassVar[type[TabularSetup]]
+    setup_class: ClassVar[type[TabularSetup]] = TabularSetup
+    task_class: ClassVar[type[TabularTask]]
     needs_group: ClassVar[bool]  # is the task about groups? Otherwise a table may have none, and splits ignore them
     needs_positives: ClassVar[bool]  # must every client have a positive training row?
-    usual_partition: ClassVar[str] = "iid"  # of a table whose rows have no clients yet
     rates: ClassVar[tuple[str, ...]] = ("accuracy", "true positive rate", "false positive rate", "loss")  # of slices
 
     @functools.cached_property
     def table(self) -> Table:
         """The data, read once."""
-        path = self._path
+        chosen, path = self.options, self.options.path
         if path is None:
-            return self._changed(load(self.data))
-        if self.label is None:
+            return self._assign_roles(load(chosen.data))
+        if chosen.label is None:
             raise UserError(f"{path} was given without a label; name the column to predict with label=.")
-        if self.group is None and self.needs_group:
+        if chosen.group is None and self.needs_group:
             raise UserError(f"{path} was given without a group; name the column of the sensitive groups with group=.")
         return read_table(
-            path, label=self.label, group=self.group, clients=self.client_column, positive=self.positive,
-            threshold=self.threshold, drop=self.drop,
+            path, label=chosen.label, group=chosen.group, clients=chosen.client_column, positive=chosen.positive,
+            threshold=chosen.threshold, drop=chosen.drop,
         )  # fmt: skip
 
-    def _changed(self, known: Table) -> Table:
+    def _assign_roles(self, known: Table) -> Table:
         """A data set by name, with the roles that the user gave its columns."""
-        roles = [("label", self.label), ("client", self.client_column), *(("drop", column) for column in self.drop)]
+        chosen, client = self.options, self.options.client_column
+        roles = [("label", chosen.label), ("client", client), *(("drop", column) for column in chosen.drop)]
         for role, column in roles:
             if column is not None:
                 check_column(known.frame.columns, column, role, known.name)
-        changes: dict[str, Any] = {"drop": (*known.drop, *self.drop)}
-        if self.label is not None or self.positive is not None or self.threshold is not None:
-            changes |= {"positive": self.positive, "threshold": self.threshold, "label": self.label or known.label}
-        if self.client_column is not None:
-            changes["client"] = self.client_column
+        changes: dict[str, Any] = {"drop": (*known.drop, *chosen.drop)}
+        if chosen.label is not None or chosen.positive is not None or chosen.threshold is not None:
+            changes |= {"positive": chosen.positive, "threshold": chosen.threshold}
+            changes["label"] = chosen.label or known.label
+        if client is not None:
+            changes["client"] = client
         # Only the chosen group is one: the others may be features.
-        group = known.groups[0] if self.group is None and self.needs_group else self.group
+        group = known.groups[0] if chosen.group is None and self.needs_group else chosen.group
         changes["groups"] = () if group is None else (group,)
         return dataclasses.replace(known, **changes)
 
-    @property
-    def _path(self) -> str | None:
-        """The user's own file, or None for a data set by name."""
-        return self.data if any(mark in self.data for mark in "./\\") else None
-
-    @property
-    def client_column(self) -> str | None:
-        return None if self.clients is None or str(self.clients).isdecimal() else str(self.clients)
-
-    def set_up(self, seed: int) -> TabularSetup:
-        if self.client_column is not None and self.partition not in (None, "column"):
+    def set_up(self, seed: int) -> Setup:
+        chosen = self.options
+        if chosen.client_column is not None and chosen.partition not in (None, "column"):
             raise UserError(
-                f"clients={self.clients!r} names a column and partition={self.partition!r} deals rows otherwise; "
+                f"clients={chosen.clients!r} names a column and partition={chosen.partition!r} deals rows otherwise; "
                 "give a number of clients, or leave the partition out."
             )
-        number = None if self.clients is None or self.client_column else int(self.clients)
         data = federate(
-            self.table, group=self.group, clients=number, test_fraction=self.test_fraction, recipe=self.features,
-            partition=self.partition or ("column" if self.table.client is not None else self.usual_partition),
-            keep_group=self.keep_group, seed=seed, by_group=self.needs_group, positives=self.needs_positives,
+            self.table, group=chosen.group, clients=chosen.client_number, test_fraction=chosen.test_fraction,
+            partition=chosen.partition or ("column" if self.table.client is not None else chosen.usual_partition),
+            recipe=chosen.features, keep_group=chosen.keep_group, seed=seed, by_group=self.needs_group,
+            positives=self.needs_positives,
         )  # fmt: skip
-        model = model_named(self.model)
+        model = model_named(chosen.model)
         start = model.init(jax.random.key(seed), data.inputs.shape[1])
-        batch_size = self.batch_size or (128 if len(data.label) > 5000 else 32)
-        return self.setup_class(data, self.rows_of(data), model, start, batch_size, self)
+        setup: Any = self.setup_class(data, self.rows_of(data), model, start, chosen.batch_rows(len(data.label)))
+        return setup
+
+    def pose(
+        self,
+        setup: Setup,
+        problem: Problem,
+        params: PyTree,
+        *,
+        task_class: type[TabularTask] | None = None,
+        averaging: str | None = None,
+        **fields: Any,
+    ) -> TabularTask:
+        """The task of solving this problem on a seed's rows from this start."""
+        usual = setup.client_weights(self.options.averaging)
+        weights = usual if averaging is None else setup.client_weights(averaging)
+        # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
+        # mean with the usual weights.
+        constants = setup.rows.constants | {
+            "scale": (1 / weights).astype(np.float32), "vote": (usual / weights).astype(np.float32),
+        }  # fmt: skip
+        return (task_class or self.task_class).create(
+            problem, dataclasses.replace(setup.rows, constants=constants), params, batch_size=setup.batch_size,
+            weights=weights, groups=setup.groups, **fields,
+        )  # fmt: skip
 
     def rows_of(self, data: Federated) -> Rows:
         return table_rows(data)
@@ -371,28 +370,29 @@ class Tabular(Kind):
         what = "Groups" if table.groups else "Rows"
         return [("Columns", summary(table)), (f"{what}; positive means {table.label} {rule}", overview(table))]
 
-    def notes(self, setup: TabularSetup) -> list[str]:
+    def notes(self, setup: Setup) -> list[str]:
         return list(self.table.notes)
 
-    def holdings(self, setup: TabularSetup) -> pd.DataFrame:
+    def holdings(self, setup: Setup) -> pd.DataFrame:
         return setup.data.holdings()
 
-    def theta(self, setup: TabularSetup, server: Any) -> PyTree:
-        """The model's parameters in a final state."""
-        return Layout.of(setup.theta, "theta").unflatten(server.x)
+    def entries(self, metric: str, setup: Setup) -> list[str]:
+        return []  # no metric is a vector
 
-    def trained(self, setup: TabularSetup, server: Any) -> TabularModel:
-        theta = jax.tree.map(np.asarray, self.theta(setup, server))
-        return TabularModel(setup.model, theta, setup.data.encoder)
+    def leave(self, task: Task, server: Any, clients: Any) -> Any:
+        return StageEnd(task.problem, server)
 
-    def logits(self, setup: TabularSetup, server: Any) -> np.ndarray:
+    def make_model(self, setup: Setup, left: Any) -> Any:
+        return TabularModel(setup.model, jax.tree.map(np.asarray, left.theta), setup.data.encoder)
+
+    def logits(self, setup: Setup, left: Any) -> np.ndarray:
         """Of every row."""
-        theta = self.trained(setup, server).theta
+        theta = self.make_model(setup, left).theta
         return np.asarray(setup.model(theta, jnp.asarray(setup.data.inputs)), np.float64)
 
-    def outcomes(self, setup: TabularSetup, server: Any) -> tuple[np.ndarray, Any]:
+    def outcomes(self, setup: Setup, left: Any) -> tuple[np.ndarray, Any]:
         """(logits, a table of what became of every row: its part, group and client, and STATISTICS)."""
-        data, logits = setup.data, self.logits(setup, server)
+        data, logits = setup.data, self.logits(setup, left)
         predicted = logits > 0
         return logits, pd.DataFrame(
             {
@@ -408,8 +408,16 @@ class Tabular(Kind):
             }
         )
 
-    def slices(self, outcomes: Any, by: str) -> pd.DataFrame:
-        """Rates of every group or client in every part: kind, slice, split, metric, value."""
+    @property
+    def slice_kinds(self) -> tuple[str, ...]:
+        """Whose rows are judged one by one."""
+        return ("group", "client") if self.needs_group or self.options.group is not None else ("client",)
+
+    def slices(self, outcomes: Any) -> pd.DataFrame:
+        """Rates of every group and client in every part: kind, slice, split, metric, value."""
+        return pd.concat([self._rates_by(outcomes, kind) for kind in self.slice_kinds], ignore_index=True)
+
+    def _rates_by(self, outcomes: Any, by: str) -> pd.DataFrame:
         sums = outcomes.groupby(["split", by])[list(STATISTICS)].sum().astype(float)
         share = lambda hits, cases: (hits / cases).where(cases > 0)
         values: Any = pd.DataFrame(

@@ -1,0 +1,85 @@
+"""What the verbs return: a finished run or comparison, a finished sweep, and a run that was stopped."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nestfed.core.settings import UserError
+from nestfed.report.record import Record
+from nestfed.workbench.stages import DIVERGED, FINISHED
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A finished run: its folder, its tables and its models."""
+
+    def __repr__(self) -> str:
+        return f"Study({str(self.folder)!r}: {', '.join(self.record.methods)}; seeds {self.record.about['seeds']})"
+
+    folder: Path
+    record: Record
+    models: dict[tuple[str, int], Any]  # by method and seed
+
+    @property
+    def history(self) -> pd.DataFrame:
+        return self.record.history
+
+    @property
+    def final(self) -> pd.DataFrame:
+        return self.record.final
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
+    def figures(self) -> list[Path]:
+        return sorted((self.folder / "figures").glob("*.png"))
+
+    @property
+    def failed(self) -> list[str]:
+        """Methods that diverged in every seed."""
+        finished = set(self.final.loc[self.final.status == FINISHED, "method"])
+        return [method for method in self.record.methods if method not in finished]
+
+    @property
+    def status(self) -> str:
+        """ "diverged" if a method has no result at all, otherwise "finished"."""
+        return DIVERGED if self.failed else FINISHED
+
+    @property
+    def warnings(self) -> list[str]:
+        """What must not be overlooked: methods without a result, or whose result is none."""
+        said, seeds = [], len(self.record.about["seeds"])
+        for method, rows in self.final[self.final.above_start].groupby("method", sort=False):
+            often = f"in {len(rows)} of {seeds} seeds (training objective)"
+            advice = "this is not a result. Use smaller step sizes (--set lr=...)."
+            said.append(f"{self.record.title(str(method))} ended above its start {often}: {advice}")
+        if self.failed:
+            titles = ", ".join(map(self.record.title, self.failed))
+            said.append(f"{titles} diverged in every seed; use smaller step sizes (--set lr=...).")
+        return said
+
+    def model(self, method: str | None = None, seed: int | None = None) -> Any:
+        """The final model of a method (the first one) and a seed (the first one)."""
+        method = method or self.record.methods[0]
+        seed = int(self.record.about["seeds"][0] if seed is None else seed)
+        if (method, seed) not in self.models:
+            raise UserError(f"there is no final model of {method!r} and seed {seed}: {sorted(self.models)} are there.")
+        return self.models[method, seed]
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """A finished sweep: every setting and seed, and the choice by validation data."""
+
+    folder: Path
+    table: pd.DataFrame  # one row per setting: its values, means over seeds, how many seeds diverged
+    best: dict[str, Any]
+    command: str  # runs the method with the chosen settings
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C during a run; the message says how to go on."""
