@@ -18,8 +18,6 @@ Departures  A step of the common model and one of the personal model are taken i
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from nestfed.algorithms.personal_method import PersonalMethod
 from nestfed.core.algorithm import Local, Shared
 from nestfed.core.schedules import at
@@ -37,18 +35,17 @@ class Ditto(PersonalMethod):
         v0: Shared
         u: Local  # the client's own
         v: Local
-        clips: Local
 
     def init(self, problem, params, draw, fed):
         u, v = params
-        return self.State(u, v, u, v, jnp.zeros(2))
+        return self.State(u, v, u, v)
 
     def step(self, problem, s, draw, fed):
         lr = at(self.lr, fed.t)
         common, own = problem.gradients(s.u0, s.v0, draw(0)), problem.gradients(s.u, s.v, draw(1))
-        s = self.descend(s, lr, u0=common[0], v0=common[1])
+        s = self.descend(s, lr, fed, u0=common[0], v0=common[1])
         pull_u, pull_v = self.coupling * (s.u - fed.server.u0), self.coupling * (s.v - fed.server.v0)
-        s = self.descend(s, lr, u=own[0] + pull_u, v=own[1] + pull_v)
+        s = self.descend(s, lr, fed, u=own[0] + pull_u, v=own[1] + pull_v)
         if fed.sync:
             u0, v0 = fed.mean((s.u0, s.v0), around=(fed.server.u0, fed.server.v0))
             s = s._replace(u0=u0, v0=v0)

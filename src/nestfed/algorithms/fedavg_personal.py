@@ -15,8 +15,6 @@ Departures  None but those of `fedavg`.
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from nestfed.algorithms.personal_method import PersonalMethod
 from nestfed.core.algorithm import Local, Shared
 from nestfed.core.schedules import at
@@ -29,11 +27,11 @@ class WholeModel(PersonalMethod):
 
     def init(self, problem, params, draw, fed):
         u, v = params
-        return self.State(u, v, jnp.zeros(2))
+        return self.State(u, v)
 
     def step(self, problem, s, draw, fed):
         gradient_u, gradient_v = problem.gradients(s.u, s.v, draw(0))
-        return self.descend(s, at(self.lr, fed.t), u=gradient_u, v=gradient_v)
+        return self.descend(s, at(self.lr, fed.t), fed, u=gradient_u, v=gradient_v)
 
 
 @struct
@@ -47,12 +45,11 @@ class LocalOnly(WholeModel):
     class State(NamedTuple):
         u: Local
         v: Local
-        clips: Local
 
     def step(self, problem, s, draw, fed):
         if self.trains == "all":
             return super().step(problem, s, draw, fed)
-        return self.descend(s, at(self.lr, fed.t), v=problem.grad_head(s.u, s.v, draw(0)))
+        return self.descend(s, at(self.lr, fed.t), fed, v=problem.grad_head(s.u, s.v, draw(0)))
 
 
 @struct
@@ -62,7 +59,6 @@ class FedAvgWhole(WholeModel):
     class State(NamedTuple):
         u: Shared
         v: Shared
-        clips: Local
 
     def step(self, problem, s, draw, fed):
         s = super().step(problem, s, draw, fed)

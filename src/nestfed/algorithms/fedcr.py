@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from nestfed.algorithms.personal_method import PersonalMethod, class_count
+from nestfed.algorithms.personal_method import PersonalMethod, count_classes
 from nestfed.core.algorithm import Local, Sample, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
@@ -55,7 +55,6 @@ class FedCR(PersonalMethod):
         v: Local
         mean: Shared  # of r [C, d_z]
         deviation: Shared
-        clips: Local
 
     def init(self, problem, params, draw, fed):
         if not isinstance(problem, GaussianEncoder):
@@ -64,15 +63,15 @@ class FedCR(PersonalMethod):
                 "nestfed.problems.GaussianEncoder, whose features are means and deviations."
             )
         u, v = params
-        classes = class_count(problem, u, v, draw(0))
+        classes = count_classes(problem, u, v, draw(0))
         z = jax.eval_shape(lambda: problem.representations(u, draw(0)))
         mean = jnp.zeros((classes, z.shape[1] // 2), z.dtype)
-        return self.State(u, v, mean, jnp.ones_like(mean), jnp.zeros(2))
+        return self.State(u, v, mean, jnp.ones_like(mean))
 
     def step(self, problem, s, draw, fed):
         penalty = Partial(PENALTIES[self.divergence], s.mean, s.deviation, self.beta)
         gradient_u, gradient_v = problem.gradients(s.u, s.v, draw(0), penalty)
-        s = self.descend(s, at(self.lr, fed.t), u=gradient_u, v=gradient_v)
+        s = self.descend(s, at(self.lr, fed.t), fed, u=gradient_u, v=gradient_v)
         return self.synchronise(problem, s, fed) if fed.sync else s
 
     def synchronise(self, problem, s, fed):

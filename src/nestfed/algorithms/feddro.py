@@ -27,15 +27,14 @@ Departures
     analysis and leaves a bias of beta (local_steps - 1) / 2 mean_k J_k^T f''(g) (g_k - g); "broadcast" uses the y that
     the server sent, and leaves none.
   * Any optax optimiser can take the server's step of x: `optimizer=`; server_lr is then not used.
-  * y starts as the mean over `first_batches` batches. Estimates outside the domain of f are projected and counted.
+  * y starts as the mean over `first_batches` batches. Estimates outside the domain of f are projected, which is noted.
 """
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import optax
 
-from nestfed.core.algorithm import Algorithm, Local, Server, Shared
+from nestfed.core.algorithm import Algorithm, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, static, struct
 
@@ -61,12 +60,11 @@ class FedDRO(Algorithm):
     class State(NamedTuple):
         x: Shared
         y: Shared  # estimate of g(x), the same at all clients
-        projections: Server  # how often y left the domain of f
 
     def init(self, problem, params, draw, fed):
         (x,) = params
         y = fed.mean(problem.first_estimate(x, draw, self.first_batches))
-        return self.State(x, problem.into_domain(y, draw(0))[0], jnp.zeros(()))
+        return self.State(x, problem.into_domain(y, draw(0))[0])
 
     def step(self, problem, s, draw, fed):
         batch = draw(0) if self.share_batch else draw(1)
@@ -85,7 +83,8 @@ class FedDRO(Algorithm):
             x, y = fed.mean((x, rest + problem.inner_value(x, batch)), around=(fed.server.x, s.y))
             x = problem.feasible_x(x)
         y, outside = problem.into_domain(y, batch)
-        return self.State(x, y, s.projections + outside)
+        fed.note("projected_share", outside)
+        return self.State(x, y)
 
 
 @struct
@@ -109,14 +108,12 @@ class DSFedDRO(Algorithm):
         x: Shared
         y: Shared  # the server's estimate of g(x); a client's own within a round
         memory: Server  # of the server's optimiser
-        projections: Server  # how often the server's y left the domain of f
-        own_projections: Local  # how often a client's y_k did
 
     def init(self, problem, params, draw, fed):
         (x,) = params
         y = fed.mean(problem.first_estimate(x, draw, self.first_batches))
         memory = None if self.optimizer is None else self.optimizer.init(x)
-        return self.State(x, problem.into_domain(y, draw(0))[0], memory, jnp.zeros(()), jnp.zeros(()))
+        return self.State(x, problem.into_domain(y, draw(0))[0], memory)
 
     def step(self, problem, s, draw, fed):
         y = s.y if self.inner_eval == "local" else fed.server.y
@@ -125,7 +122,8 @@ class DSFedDRO(Algorithm):
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
         beta = at(self.beta, fed.t)
         y, outside = problem.into_domain((1 - beta) * s.y + beta * problem.inner_value(x, draw(1)), draw(1))
-        s = s._replace(x=x, y=y, own_projections=s.own_projections + outside)
+        fed.note("projected_share", outside)
+        s = s._replace(x=x, y=y)
         return self.server_step(problem, s, draw(1), fed) if fed.sync else s
 
     def server_step(self, problem, s, batch, fed):
@@ -137,4 +135,5 @@ class DSFedDRO(Algorithm):
             update, memory = self.optimizer.update(before.x - x, memory, before.x)
             x = before.x + update
         y, outside = problem.into_domain(before.y + self.server_inner_lr * (y - before.y), batch)
-        return s._replace(x=problem.feasible_x(x), y=y, memory=memory, projections=s.projections + outside)
+        fed.note("server_projected_share", outside)
+        return s._replace(x=problem.feasible_x(x), y=y, memory=memory)

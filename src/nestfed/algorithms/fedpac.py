@@ -38,7 +38,7 @@ from jax.scipy.linalg import lu_factor, lu_solve
 from jax.tree_util import Partial
 
 from nestfed.algorithms.fcfl import reach
-from nestfed.algorithms.personal_method import HeadThenBody, class_count
+from nestfed.algorithms.personal_method import HeadThenBody, count_classes
 from nestfed.core.algorithm import Local, Sample, Scratch, Shared
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array
@@ -84,15 +84,13 @@ class FedPAC(HeadThenBody):
         v: Local
         prototypes: Shared  # c [C, d_z]
         known: Shared  # [C]: 1.0 where there is a prototype
-        clips: Local
         own: Scratch  # this client's Statistics at the start of the round
 
     def init(self, problem, params, draw, fed):
         u, v = params
-        classes = class_count(problem, u, v, draw(0))
+        classes = count_classes(problem, u, v, draw(0))
         z = jax.eval_shape(lambda: problem.representations(u, draw(0)))
-        return self.State(u, v, jnp.zeros((classes, z.shape[1]), z.dtype), jnp.zeros(classes, z.dtype), jnp.zeros(2),
-                          own=None)  # fmt: skip
+        return self.State(u, v, jnp.zeros((classes, z.shape[1]), z.dtype), jnp.zeros(classes, z.dtype), own=None)
 
     def begin(self, server, client):
         s = super().begin(server, client)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from nestfed.algorithms.personal_method import HeadThenBody, clipped
+from nestfed.algorithms.personal_method import HeadThenBody, clip_together
 from nestfed.core.algorithm import Local, Sample, Scratch, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, static, struct
@@ -56,8 +56,6 @@ class FedReCo(HeadThenBody):
         u0: Shared  # the common extractor
         u: Local
         v: Local
-        clips: Local
-        server_clips: Server  # (means shortened, means) so far
         memory: Server  # of the server's optimiser
 
     def init(self, problem, params, draw, fed):
@@ -66,7 +64,7 @@ class FedReCo(HeadThenBody):
     def start(self, params):
         u, v = params
         memory = None if self.optimizer is None else self.optimizer.init(u)
-        return u, u, v, jnp.zeros(2), jnp.zeros(2), memory
+        return u, u, v, memory
 
     def direction(self, problem, s, draw, fed):
         return problem.grad_coupled(s.u, s.v, s.u0, self.coupling, draw(0))
@@ -81,14 +79,15 @@ class FedReCo(HeadThenBody):
         return self.server_step(s, gradient, fed)
 
     def server_step(self, s, gradient, fed):
-        (mean,), over = clipped((fed.mean(gradient),), self.clip)
+        (mean,), over = clip_together((fed.mean(gradient),), self.clip)
+        fed.note("server_clipped_share", over)
         mean, memory = mean * (self.coupling / 2 if self.server_scale_lambda else 1), s.memory
         if self.optimizer is None:
             u0 = s.u0 - at(self.server_lr, fed.t) * mean
         else:
             update, memory = self.optimizer.update(mean, memory, s.u0)
             u0 = s.u0 + update
-        return s._replace(u0=u0, memory=memory, server_clips=s.server_clips + jnp.stack([over, jnp.ones_like(over)]))
+        return s._replace(u0=u0, memory=memory)
 
 
 @struct
@@ -102,8 +101,6 @@ class FedReCoPVR(FedReCo):
         u0: Shared  # the common extractor
         u: Local
         v: Local
-        clips: Local
-        server_clips: Server  # (means shortened, means) so far
         memory: Server  # of the server's optimiser
         g: Local  # grad_u H over all rows, at (u_start, u0_prev)
         u0_prev: Local  # the common extractor of the last round in which this client took part

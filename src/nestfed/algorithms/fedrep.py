@@ -18,8 +18,6 @@ Departures  Local work is counted in steps, not in epochs. A client that joins l
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from nestfed.algorithms.personal_method import HeadThenBody, PersonalMethod
 from nestfed.core.algorithm import Local, Shared
 from nestfed.core.schedules import at
@@ -33,11 +31,10 @@ class FedRep(HeadThenBody):
     class State(NamedTuple):
         u: Shared
         v: Local
-        clips: Local
 
     def init(self, problem, params, draw, fed):
         u, v = params
-        return self.State(u, v, jnp.zeros(2))
+        return self.State(u, v)
 
     def synchronise(self, problem, s, draw, fed):
         return s._replace(u=fed.mean(s.u, around=fed.server.u))
@@ -50,12 +47,11 @@ class FedBABU(PersonalMethod):
     class State(NamedTuple):
         u: Shared
         v: Shared  # as it was at the start
-        clips: Local
 
     def init(self, problem, params, draw, fed):
         u, v = params
-        return self.State(u, v, jnp.zeros(2))
+        return self.State(u, v)
 
     def step(self, problem, s, draw, fed):
-        s = self.descend(s, at(self.lr, fed.t), u=problem.grad_extractor(s.u, s.v, draw(0)))
+        s = self.descend(s, at(self.lr, fed.t), fed, u=problem.grad_extractor(s.u, s.v, draw(0)))
         return s._replace(u=fed.mean(s.u, around=fed.server.u)) if fed.sync else s

@@ -17,7 +17,7 @@ Departures
     `simulate(..., output="random")`. Here the large batch is refresh_batches times the small one.
   * With few clients a renewed estimate knows only the cohort's: the limit is where the mean over cohorts S of
     Z_S^T grad f(Y_S) is zero, another point than the solution.
-  * The recursion can leave the domain of f, which is projected and counted; for the mean of exponentials with small
+  * The recursion can leave the domain of f, which is projected and noted; for the mean of exponentials with small
     batches that happens often, and the bound of `bound_slope` does not apply to a sum of Jacobians. Take many batches.
 """
 
@@ -26,9 +26,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from nestfed.core.algorithm import Algorithm, Sample, Scratch, Server, Shared
+from nestfed.core.algorithm import Algorithm, Scratch, Shared
+from nestfed.core.jax_internals import depends_on
 from nestfed.core.scaled import is_scaled
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
@@ -55,17 +55,16 @@ class GCIVR(Algorithm):
         y: Scratch  # Y: estimate of g(x')
         jacobian: Scratch  # Z: of its Jacobian [m, d]
         w: Scratch  # W: of grad h(x')
-        projections: Server  # how often y left the domain of f
 
     def init(self, problem, params, draw, fed):
         (x,) = params
         first = draw(0)
-        if depends_on_sample(lambda sample: problem.grad_outer(problem.inner_value(x, first), sample), first):
+        if depends_on(lambda sample: problem.grad_outer(problem.inner_value(x, first), sample), first):
             raise UserError(
                 f"GCIVR needs an outer function that is the same for all clients, and {type(problem).__name__}.outer "
                 "uses the batch or the key. Choose FedDRO, DS-FedDRO or MBSGD."
             )
-        return self.State(x, None, None, None, None, jnp.zeros(()))
+        return self.State(x, None, None, None, None)
 
     def schedule(self):
         if self.local_steps == 1:
@@ -87,7 +86,8 @@ class GCIVR(Algorithm):
         y, outside = problem.into_domain(y, draw(0))
         direction = pulled_back(jacobian, problem.grad_outer(y, draw(0)))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * (direction if w is None else direction + w))
-        return self.State(x, s.x, y, jacobian, w, s.projections + outside)
+        fed.note("projected_share", outside)
+        return self.State(x, s.x, y, jacobian, w)
 
 
 def estimates(problem, x, sample):
@@ -109,10 +109,3 @@ def pulled_back(jacobian, slope):
     if not is_scaled(slope):
         return jnp.dot(slope, jacobian, precision="highest")
     return jnp.dot(slope.value, jacobian.value, precision="highest") * jnp.exp(slope.shift + jacobian.shift)
-
-
-def depends_on_sample(function, sample: Sample) -> bool:
-    """Does any of the sample's numbers enter the result?"""
-    jaxpr = jax.make_jaxpr(function)(sample).jaxpr
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return any(used)

@@ -75,7 +75,7 @@ class Compositional(Problem):
         return self.outer(self.shaped(y, sample), sample.batch, sample.key)
 
     def into_domain(self, y, sample: Sample):
-        """(the nearest value in the domain of `outer`, 1.0 if that is another one): count what you project."""
+        """(the nearest value in the domain of `outer`, 1.0 if that is another one): note what you project."""
         if not self.defines("project_y"):
             return y, jnp.zeros(())
         projected: Any = self.project_y(self.shaped(y, sample))
@@ -161,11 +161,4 @@ class Compositional(Problem):
         if self.scope == "local":
             return {"objective": fed.mean(extra + compose(inner))}
         inner, extra = fed.mean((inner, extra))
-        return {"objective": extra + fed.mean(compose(inner))} | self.projections(server, client, fed)
-
-    def projections(self, server, client, fed):
-        """How often estimates of the inner value left the domain of `outer` so far, if the algorithm counts it."""
-        if getattr(server, "projections", None) is None:
-            return {}
-        own = getattr(client, "own_projections", None)
-        return {"projections": server.projections + (0 if own is None else fed.mean(own))}
+        return {"objective": extra + fed.mean(compose(inner))}

@@ -25,6 +25,7 @@ from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
 from nestfed.report.studies import sweep_figure
+from nestfed.verbs.cost import measure
 from nestfed.verbs.simulation import start
 from nestfed.workbench.fields import options_of, read_settings
 from nestfed.workbench.options import DATA, TASKS, USUAL_TASK
@@ -35,7 +36,6 @@ from nestfed.workbench.stages import (
     FINISHED,
     Trials,
     best_changes,
-    ledger,
     run_method,
     score_of,
     set_up,
@@ -347,7 +347,8 @@ def cost_table(task: str = USUAL_TASK, **settings: Any) -> pd.DataFrame:
         algorithms = scenario.algorithms(name, setup, request.changes(name))
         for stage, algorithm in zip(method.stages, algorithms, strict=True):
             problem_task = stage.task(scenario, setup, before)
-            price = ledger(algorithm, problem_task, request.cohort, () if guarantee is None else guarantee)
+            uploads = () if guarantee is None else guarantee
+            price = measure(algorithm, problem_task, cohort=request.cohort, uploads=uploads)
             rounds = request.budget.rounds_of(scenario, algorithm)
             rows.append(
                 {

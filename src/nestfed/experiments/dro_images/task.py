@@ -19,7 +19,7 @@ from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data.images import FederatedImages, normalise, random_crop_flip
 from nestfed.models import ImageModel
-from nestfed.problems import Compositional, Constrained
+from nestfed.problems import Constrained
 from nestfed.problems.robust import half_square
 
 AT_ONCE = 100  # images per block of an evaluation, at every client: bounds the memory of sweeps
@@ -80,8 +80,6 @@ class ImageTask(Task):
         recorded = self._rates("train", fed.mean(data.average(counts, rows_at_once=AT_ONCE)))
         for name, images in self.aside.items():
             recorded |= self._rates(name, in_blocks(lambda batch: self._counts(params, batch), images).sum(0))
-        if isinstance(self.problem, Compositional):
-            recorded |= self.problem.projections(server, client, fed)
         return recorded
 
     def _counts(self, params: PyTree, batch: PyTree) -> Array:

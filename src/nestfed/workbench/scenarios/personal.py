@@ -216,7 +216,8 @@ class Personal(Tabular[TabularSetup]):
 
     def leave(self, task: Task, server: Any, clients: Any) -> Models:
         """A client's own parts where it has any, otherwise the server's."""
-        return Models(*jax.vmap(lambda client: Personalised.model_of(server, client))(clients))
+        model_of = jax.vmap(lambda client: Personalised.model_of(server, client), axis_size=task.clients)
+        return Models(*model_of(clients))
 
     def rows_of(self, data: Federated) -> Rows:
         rows = table_rows(data)

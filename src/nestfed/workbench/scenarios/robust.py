@@ -180,10 +180,8 @@ class RobustTask(PooledTask):
     adversary: Adversary
 
     def metrics(self, server, client, data, fed):
-        problem, theta = self.problem, self.problem.params_of(server, client)
-        measured = measures(self.pool(theta, data, fed), self.adversary, self.clients, self.groups)
-        counted = problem.projections(server, client, fed) if isinstance(problem, Compositional) else {}
-        return measured | counted
+        theta = self.problem.params_of(server, client)
+        return measures(self.pool(theta, data, fed), self.adversary, self.clients, self.groups)
 
 
 @functools.partial(jax.jit, static_argnames=("clients", "groups"))
