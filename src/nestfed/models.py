@@ -328,7 +328,10 @@ class CNN(ImageModel):
 
 @dataclasses.dataclass(frozen=True)
 class ResNet(ImageModel):
-    """The residual networks for small images of He et al. (CVPR 2016), of 2 blocks x stages + 2 layers; ResNet20 here.
+    """The residual networks for small images, of 2 blocks x stages + 2 layers; the defaults make ResNet20.
+
+    They are those of He, Zhang, Ren and Sun, "Deep residual learning for image recognition", CVPR 2016,
+    doi:10.1109/CVPR.2016.90, arXiv:1512.03385.
 
     A shortcut between stages takes every second pixel and fills the new channels with zeros (their option A), so that
     it has no parameters. `norm` is "group" (8 groups; an image's output depends on that image alone) or "batch".

@@ -9,8 +9,8 @@ BSpiderBoost, a round of local_steps steps, each with an exchange of d numbers:
     every step              x  <- x - lr v
 
 Why    What the federated methods are compared with: no drift of clients, an exchange in every step.
-Ref.   Hu et al., "Biased stochastic first-order methods for conditional stochastic optimization and applications in
-       meta learning", NeurIPS 2020, Algorithms 1 and 2.
+Ref.   Hu, Zhang, Chen and He, "Biased stochastic first-order methods for conditional stochastic optimization and
+       applications in meta learning", NeurIPS 2020, arXiv:2002.10790, Algorithms 1 and 2.
 Departures  On a federation the batch of a step is that of all clients together. With one client it is the paper's.
 """
 

@@ -19,8 +19,8 @@ Why    The proximal term makes a stage a strongly convex problem, whose average 
        round needs its points' average and not the last point, so a client keeps a running sum and sends that instead:
        averages cost no traffic. CODASCA's correction is SCAFFOLD's, for both variables: without noise its fixed point
        is the common saddle for any number of local steps, where CODA+ stops at one between the clients' own.
-Ref.   Yuan et al., "Federated deep AUC maximization for heterogeneous data with a constant communication complexity",
-       ICML 2021.
+Ref.   Yuan, Guo, Xu, Ying and Yang, "Federated deep AUC maximization for heterogeneous data with a constant
+       communication complexity", ICML 2021, arXiv:2102.04635.
 Departures
   * A stage ends with the first round in which its steps are done, so every stage has whole rounds.
   * The dual variable may have a step size of its own, `dual_lr`, which shrinks likewise.

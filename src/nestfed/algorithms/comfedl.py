@@ -9,7 +9,7 @@ Step at client k, a large batch B and another one C:
 Why    No estimate is kept: a batch that is large enough makes the bias of f(batch mean) small. It is FedAvg on a
        composition, and drifts as FedAvg does. It does not solve problems in which the clients share one inner function.
 Ref.   Huang, Li and Huang, "Compositional federated learning: applications in distributionally robust averaging and
-       meta learning", arXiv:2106.11264.
+       meta learning", preprint, 2021, arXiv:2106.11264.
 Departures
   * Both batches have the task's batch size: make it large, the bias is of the order of its inverse.
   * h is allowed.

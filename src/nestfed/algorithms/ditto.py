@@ -10,7 +10,8 @@ Step at client k, independent batches S and Z, x the model as broadcast and x_k 
 
 Why    The pull needs the parameters of one common model and no common representation; coupling = 0 is local training,
        a large one the common model. Common training does not depend on the personal models.
-Ref.   Li et al., "Ditto: fair and robust federated learning through personalization", ICML 2021, Algorithm 1.
+Ref.   Li, Hu, Beirami and Smith, "Ditto: fair and robust federated learning through personalization", ICML 2021,
+       arXiv:2012.04221, Algorithm 1.
 Departures  A step of the common model and one of the personal model are taken in turns: the pull is towards the
        broadcast, so the order makes no difference. The pull is part of what is clipped. All start from one point; a
        client that joins late starts its w_k there.

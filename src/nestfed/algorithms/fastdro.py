@@ -17,7 +17,7 @@ Why    The worst weights of a batch understate the worst case, by less the large
        they may be held fixed in the gradient. A multilevel step has the bias of a large batch and usually looks at few
        rows; the price is heavy tails.
 Ref.   Levy, Carmon, Duchi and Sidford, "Large-scale methods for distributionally robust optimization", NeurIPS 2020,
-       and the authors' code (daniellevy/fast-dro).
+       arXiv:2010.05893, and the authors' code (daniellevy/fast-dro).
 Departures
   * Parallel, with plain steps; the released runs have momentum.
   * Clients may have weights, which their rows share (the paper's rows count alike). Rows of clients that do not answer

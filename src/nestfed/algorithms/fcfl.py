@@ -16,8 +16,8 @@ Server    l^, g^ = smooth maxima sum_k p_k v_k, p = softmax(v / width), a width 
 
 Why    A direction with a nonnegative product with a gradient does not raise that function, to first order. The point of
        least norm in the hull of the gradients has one with each of them, so stage 2 always has an answer.
-Ref.   Cui et al., "Addressing algorithmic disparity and performance inconsistency in federated learning", NeurIPS 2021,
-       and the authors' code (cuis15/FCFL).
+Ref.   Cui, Pan, Liang, Zhang and Wang, "Addressing algorithmic disparity and performance inconsistency in federated
+       learning", NeurIPS 2021, arXiv:2108.08435, and the authors' code (cuis15/FCFL).
 Departures
   * The worst client is what counts, not the mean constraint of the class `Constrained`.
   * The linear program of stage 2 is solved to rounding by a fixed number of interior-point steps (a static cost), with

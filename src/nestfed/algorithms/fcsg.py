@@ -13,7 +13,8 @@ Step at client k, one batch:
 Why    The same inner samples enter the value and the derivative, in one reverse pass, and the inner mean is taken per
        outer sample. Averaging inner values over outer samples, as methods for compositions do, is another problem. What
        is left is a bias of order 1 / m, which no step size and no momentum removes.
-Ref.   Wu et al., "Federated conditional stochastic optimization", NeurIPS 2023, Algorithms 1 and 2.
+Ref.   Wu, Sun, Hu, Li, Zhang and Huang, "Federated conditional stochastic optimization", NeurIPS 2023,
+       arXiv:2310.02524, Algorithms 1 and 2.
 Departures
   * The paper counts a step from the update of x to the next estimate; here a step begins with the estimate. The
     sequence of x is the same, and everything that is carried over a synchronisation is an average.

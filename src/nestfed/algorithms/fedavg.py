@@ -9,8 +9,9 @@ Step t at client k, with batch xi, from the broadcast x:
 Why    One exchange per round. With local_steps > 1 and a constant step the limit is not the minimiser when clients
        differ: on a_k (x - c_k)^2 / 2 it is the mean of c_k with weights 1 - (1 - lr a_k)^local_steps. FedProx pulls
        clients towards the broadcast and lessens the drift; it does not remove it, and mu lr >= 1 overshoots.
-Ref.   McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017;
-       Li et al., "Federated optimization in heterogeneous networks", MLSys 2020, Algorithm 2.
+Ref.   McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-efficient learning of deep networks from
+       decentralized data", AISTATS 2017, arXiv:1602.05629; Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated
+       optimization in heterogeneous networks", MLSys 2020, arXiv:1812.06127, Algorithm 2.
 Departures  Local work is counted in steps, not in epochs; FedProx's inexact solve is these steps.
 """
 

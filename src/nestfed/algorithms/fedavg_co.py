@@ -11,7 +11,8 @@ Why    Case I solves min_x mean_k f(g_k(x)), another problem. Case II starts eve
        second step; with one local step it is exact gradient descent. On inner functions 4x - 4 and -2x + 4, whose mean
        is x, with f(y) = sqrt(y^2 + 4) the solution is 0; both settle above 1 (`tasks.toys.counterexample`).
 Ref.   "Federated compositional optimization: the impact of two-sided learning rates on communication efficiency",
-       Algorithm 1 and Theorem D.1.
+       an anonymous, undated submission (openreview.net/forum?id=Ob0UafH2YI), Algorithm 1 and Theorem D.1. No DOI or
+       arXiv number is known to us for certain; `feddro` names a related paper with its authors.
 Departures
   * Case I's listing keeps y_k of the old point after an average; the proof refreshes it, and so does this.
   * With few clients case II knows only the cohort's mean: with one local step it is then MBSGD, limit included.

@@ -9,7 +9,8 @@ Step at client k:
 Why    The common model is what all could have without personal parts; a model trained alone is what each client could
        have without the others. FedAvg with fine-tuning, a strong rival of personalised methods, is the common model
        after some steps on the client's own rows: LocalOnly from there, or `nestfed.personal.fine_tuned` in a metric.
-Ref.   McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017.
+Ref.   McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-efficient learning of deep networks from
+       decentralized data", AISTATS 2017, arXiv:1602.05629.
 Departures  None but those of `fedavg`.
 """
 

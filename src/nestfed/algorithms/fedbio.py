@@ -17,8 +17,9 @@ FedBiOAcc, step t at client k, alpha_t = delta / (u + sigma2 (t + 1))^(1/3), one
 Why    y_k and omega_k never leave the client; averaging the hypergradients of local lower solutions is exact here,
        while averaging losses ignores how y_k(x) moves. The recursion cancels the noise of two evaluations of one batch.
        The stepped point is linear in x_k and nu_k: averaging these two gives the third average of the listing for free.
-Ref.   "Local stochastic bilevel optimization with momentum-based variance reduction", Algorithms 1 and 2, Equations 3
-       and 4, Theorem 10.1.
+Ref.   Li, Huang and Huang, "Local stochastic bilevel optimization with momentum-based variance reduction", preprint,
+       2022, arXiv:2205.01608: Algorithms 1 and 2, Equations 3 and 4, Theorem 10.1, as numbered in the version under
+       anonymous review.
 Departures
   * Every round has local_steps steps, the first included (the proof's indices; the listing's give a shorter first
     round).

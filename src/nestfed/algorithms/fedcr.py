@@ -13,8 +13,9 @@ Last step of the round:
 
 Why    The sum over what clients say about a class is a product of experts with N(0, 1): the clients agree on where a
        class lies without showing representations of rows, and beta limits what a representation tells of its input.
-Ref.   Zhang et al., "FedCR: personalized federated learning based on across-client common representation with
-       conditional mutual information regularization", ICML 2023, and its authors' code.
+Ref.   Zhang, Li, Dai, Zou and Xiong, "FedCR: personalized federated learning based on across-client common
+       representation with conditional mutual information regularization", ICML 2023 (PMLR 202, pages 41314-41330), and
+       its authors' code (haozzh/FedCR). No DOI or arXiv number is known to us for certain.
 Departures
   * The divergence is the code's, KL(r || encoder), and not that of the bound, KL(encoder || r): divergence="bound". A
     product of n experts is sqrt(n) times as narrow as each of them, so the bound's divergence is near n d_z / 2 and the

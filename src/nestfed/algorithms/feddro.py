@@ -17,7 +17,9 @@ Why    Averaging x alone composes f with each client's own g_k and settles far f
        FedDRO keeps one estimate of g for all, at the price of an exchange of m numbers in every step. DS-FedDRO lets
        the estimates drift within a round and corrects them on the server.
 Ref.   "Federated compositional optimization: the impact of two-sided learning rates on communication efficiency",
-       Algorithms 2 and 3.
+       an anonymous, undated submission (openreview.net/forum?id=Ob0UafH2YI), Algorithms 2 and 3. No DOI or arXiv number
+       of it is known to us for certain. FedDRO is also in Khanduri, Li, Ibn Sultan, Qiang, Kliewer and Zhu, "FedDRO:
+       federated compositional optimization for distributionally robust learning", preprint, 2023, arXiv:2311.12652.
 Departures
   * FedDRO's listing forms y_k before x is averaged: order="printed". The estimate then misses the jump of the average,
     and with beta = 0 the limit is wrong when clients differ. order="consistent", the default, costs one more exchange

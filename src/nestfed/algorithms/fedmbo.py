@@ -10,7 +10,8 @@ Round (one outer iteration), N' uniform in 0 .. N - 1:
               x_i <- x_i - (lr / local_steps) [df_i/dx(x_i, y) - df_i/dx(x, y) + h];   x = mean_i x_i
 
 Why    No drift in y, and one chain per client instead of one for all: the variance falls with the number of clients.
-Ref.   Huang, Zhang and Ji, "Achieving linear speedup in non-IID federated bilevel learning", ICML 2023, Algorithm 1.
+Ref.   Huang, Zhang and Ji, "Achieving linear speedup in non-IID federated bilevel learning", ICML 2023,
+       arXiv:2302.05412, Algorithm 1.
 Departures  The clients of a link are dealt by systematic sampling instead of independently. Each chain still meets a
        client with the probability of its weight at each link, and each client does exactly one product per link; where
        clients weigh the same, what is dealt is a permutation, and where they do not, chains may have links in common.

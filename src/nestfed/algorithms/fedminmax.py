@@ -13,8 +13,8 @@ Server    mu <- the nearest point of the simplex to mu + weight_lr r,  r_a = q_a
 Why    With weights n_k / n the mean of q_k is rho_a r_a, so gradients and risks are those of the pooled groups: how the
        groups are spread over clients does not matter. Both are unbiased on mini-batches, and where a group is absent
        from a batch or a client.
-Ref.   Papadaki et al., "Minimax demographic group fairness in federated learning", FAccT 2022. It returns the average
-       of x over the rounds: `simulate(..., output="average")`.
+Ref.   Papadaki, Martinez, Bertran, Sapiro and Rodrigues, "Minimax demographic group fairness in federated learning",
+       FAccT 2022, arXiv:2201.08304. It returns the average of x over the rounds: `simulate(..., output="average")`.
 Departures
   * rho is the weighted mean of the clients' shares. Make the task with weights="samples" for the shares of all rows;
     with uniform weights a row of a small client counts for more, in rho and in the risks alike.

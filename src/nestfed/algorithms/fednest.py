@@ -12,8 +12,8 @@ Round (one outer iteration):
 Why    The inverse of an averaged Hessian is not the average of inverses: the products must be averaged one by one.
        LFedNest does all products locally (T_in + 1 exchanges) and is biased when clients differ; FedNest-SGD drops the
        anchor corrections. A step 1/l above 1/L diverges.
-Ref.   Tarzanagh et al., "FedNest: federated bilevel, minimax and compositional optimization", ICML 2022,
-       Algorithms 1-4.
+Ref.   Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: federated bilevel, minimax and compositional optimization",
+       ICML 2022, arXiv:2205.02215, Algorithms 1-4.
 Departures  `truncation="sum"` (the released code's series, default) or "random" (the paper's single random term, in
        which N' <= N - 1 factors apply). All clients of the round's cohort serve every exchange of the round, where the
        paper draws some afresh for every exchange: with few clients the series knows only the cohort's, and the limit

@@ -16,7 +16,7 @@ Server    u   <- mean_k u_k;   c_y <- mean_k h'_k(y) / mean_k pi_k(y)        up 
 Why    V is the variance of a client's statistics and D_k the bias of using others': the quadratic program weighs the
        two, so a client with few rows borrows more, and only from clients whose classes look alike.
 Ref.   Xu, Tong and Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR
-       2023, and its authors' code.
+       2023, arXiv:2306.11867, and its authors' code (JianXu95/FedPAC).
 Departures
   * How much a client counts in u and c is the weight that the task gives it; with weights="samples" these are the
     paper's averages, by rows and by rows of a class.

@@ -14,7 +14,9 @@ Server    u_0  <- u_0 - server_lr mean_k grad_{u_0} H_k(u_k, u_0)               
 Why    What is exchanged is the gradient of a distance: no client gives away a model, and none is overwritten by an
        average. (u_k', u_0') is the pair at which g_k was computed, so the correction has mean zero also for clients
        that were absent; with full batches it vanishes and FedReCo-PVR is FedReCo.
-Ref.   The paper's appendix and its authors' code (the main text was not available): Algorithm 2, appendices A.3 and C.
+Ref.   The title and the authors of the paper are not known to us, because its main text was not available: what we had
+       is its appendix (Algorithm 2, appendices A.3 and C) and its authors' code (oyhah/FedReCo). No DOI or arXiv number
+       is known to us for certain.
 Departures
   * H is the mean over a batch by default, the authors' code has the sum: `reduction` of the problem.
   * FedReCo sends a gradient on one batch, as appendix A.3 says; server_grad="full" is over all rows, as the code does.

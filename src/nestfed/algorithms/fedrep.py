@@ -11,8 +11,9 @@ Round at client k, from the u received:
 Why    Heads absorb what differs between clients, so that the average is of extractors that mean the same. FedBABU gets
        there with a random head, the same for all: nothing that is specific to a client enters u before the end, when
        each client fine-tunes its head (or all) on its own rows: `nestfed.personal.fine_tuned`.
-Ref.   Collins et al., "Exploiting shared representations for personalized federated learning", ICML 2021; Oh, Kim and
-       Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022.
+Ref.   Collins, Hassani, Mokhtari and Shakkottai, "Exploiting shared representations for personalized federated
+       learning", ICML 2021, arXiv:2102.07078; Oh, Kim and Yun, "FedBABU: toward enhanced representation for federated
+       image classification", ICLR 2022, arXiv:2106.06042.
 Departures  Local work is counted in steps, not in epochs. A client that joins late has the common start as its head.
 """
 

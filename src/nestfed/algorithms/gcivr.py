@@ -10,8 +10,9 @@ Round (an epoch), every step one exchange of d + m (d + 1) numbers (2 more for S
 Why    Two evaluations of one batch have nearly the same noise, so their difference hardly any: the estimates stay as
        good as the large batch made them, at the price of small ones. All clients hold the same numbers; nothing drifts.
        The price is a Jacobian in every exchange.
-Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental variance reduction", NeurIPS 2019. The
-       released code never renews the estimates; its Z is the change of the Jacobian since the start.
+Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental variance reduction", NeurIPS 2019,
+       arXiv:1906.10186. The released code never renews the estimates; its Z is the change of the Jacobian since the
+       start.
 Departures
   * The paper is centralised, with large batches of n rows and small ones of sqrt(n), and returns a random iterate:
     `simulate(..., output="random")`. Here the large batch is refresh_batches times the small one.

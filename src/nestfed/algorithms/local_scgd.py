@@ -18,16 +18,18 @@ Why    u_k averages over batches, so small batches do; m_k smooths the gradient 
        samples: where g depends on the outer sample, it tracks the wrong mean, and the limit is another point for every
        inner_lr below 1. The conditional forms are here to be compared with (`fcsg` solves these problems).
 Ref.   Gao, Li and Huang, "On the convergence of local stochastic compositional gradient descent with momentum", ICML
-       2022. Its steps are alpha eta, beta eta and gamma eta with a common factor eta; here inner_lr = alpha eta,
-       momentum_lr = beta eta, lr = gamma eta.
+       2022 (PMLR 162, pages 7017-7035). No DOI or arXiv number is known to us for certain. Its steps are alpha eta,
+       beta eta and gamma eta with a common factor eta; here inner_lr = alpha eta, momentum_lr = beta eta and
+       lr = gamma eta.
 Departures
   * The means of u mix inner functions that the problem keeps apart. With one local step and a full batch the limit
     solves mean_k J_k^T grad f(u_k) = 0 at u_k = (1 - inner_lr) g + inner_lr g_k: the problem's solution for
     inner_lr = 1, and for small inner_lr that of the other problem, with the mean g inside f. average_inner=False keeps
     u at its client, as the problem wants it, and saves m numbers.
   * h is allowed.
-  * The conditional forms are those of the program released with "Federated conditional stochastic optimization" (Wu et
-    al., NeurIPS 2023); the paper itself has no such problem. One batch serves both levels: f_i belongs to g_i.
+  * The conditional forms are those of the program released with "Federated conditional stochastic optimization"
+    (arXiv:2310.02524, see `fcsg`); the paper of Local-SCGDM has no such problem. One batch serves both levels, because
+    f_i belongs to g_i.
 """
 
 from typing import NamedTuple

@@ -12,8 +12,9 @@ Unconstrained:
 Why    The plainest right method: no estimate is kept, so nothing can drift, and every step pays two exchanges. f of a
        batch's mean is not the mean of f: the gradient has a bias of order 1 / (rows of all batches), which no step size
        removes. Descent on h alone says what the composition (a constraint, say) costs and what it achieves.
-Ref.   The baselines of "Federated compositional optimization: the impact of two-sided learning rates on communication
-       efficiency".
+Ref.   Baselines of "Federated compositional optimization: the impact of two-sided learning rates on communication
+       efficiency", an anonymous, undated submission (openreview.net/forum?id=Ob0UafH2YI). No DOI or arXiv number is
+       known to us for certain; `feddro` names a related paper with its authors.
 Departures
   * With few clients the inner value knows only the cohort's: the limit is where the mean over cohorts S of
     J g_S^T grad f(g_S) is zero, another point than the solution.

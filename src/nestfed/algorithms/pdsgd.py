@@ -10,8 +10,9 @@ Step at client k (a round is one step); j and j' random, independent, the same a
 Why    A step on the augmented Lagrangian of one constraint costs two gradients, however many constraints there are. The
        maximum keeps multipliers nonnegative, provided that dual_lr <= penalty. Uniform j make z_j / J the multiplier.
 Ref.   Xu, "Primal-dual stochastic gradient method for convex programs with many functional constraints", SIAM Journal
-       on Optimization 2020. It returns the average of x over the steps: `simulate(..., output="average")`; lr, penalty
-       and dual_lr fall as 1 / sqrt(t) in its theory: `PowerDecay(scale=..., power=0.5)`.
+       on Optimization 30(2), 2020, arXiv:1802.02724. It returns the average of x over the steps:
+       `simulate(..., output="average")`; lr, penalty and dual_lr fall as 1 / sqrt(t) in its theory:
+       `PowerDecay(scale=..., power=0.5)`.
 Departures
   * The paper is centralised with exact constraints. Here the client's own value of a constraint, on its batch, stands
     within the maximum: exact while every penalty f_{j,k} + z_j is positive and the clients' gradients agree, or as

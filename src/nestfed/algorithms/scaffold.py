@@ -13,7 +13,8 @@ Why    c_k - c estimates how far client k's gradient is from the average: withou
        minimiser, for any number of local steps. share_k, the weight of client k in the problem / its weight in this
        round's means, makes c the weighted mean of all c_k at any time, whoever takes part: with equal weights it is
        clients taking part / all clients, as printed.
-Ref.   Karimireddy et al., "SCAFFOLD: stochastic controlled averaging for federated learning", ICML 2020, Algorithm 1.
+Ref.   Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: stochastic controlled averaging for federated
+       learning", ICML 2020, arXiv:1910.06378, Algorithm 1.
 Departures  Option II only. Clients may have weights. I counts local steps (mini-batches), not epochs. lr must be
        constant within a round.
 """

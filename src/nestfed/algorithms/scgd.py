@@ -9,7 +9,7 @@ Step t at client k (a round is one step), one batch for everything:
 Why    y averages over batches, so the bias of the plug-in estimate goes away, provided that x moves ever more slowly
        than y: lr_t / beta_t must fall to zero. It follows x late otherwise.
 Ref.   Wang, Fang and Liu, "Stochastic compositional gradient descent: algorithms for minimizing compositions of
-       expected-value functions", Mathematical Programming 2017.
+       expected-value functions", Mathematical Programming 161, 2017, arXiv:1411.3803.
 Departures
   * The paper is centralised and without h. Here clients pool their values and gradients in every step: what a central
     machine would do with all batches, at the price of two exchanges.

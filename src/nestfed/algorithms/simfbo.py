@@ -14,7 +14,7 @@ client with more steps then does not weigh more.
 Why    One exchange instead of a Neumann series of exchanges. Local steps comparable with the server's shift the limit:
        keep the local rates small.
 Ref.   Yang, Xiao and Ji, "SimFBO: towards simple, flexible and communication-efficient federated bilevel learning",
-       NeurIPS 2023, Algorithms 1 and 2.
+       NeurIPS 2023, arXiv:2305.19442, Algorithms 1 and 2.
 Departures  Aggregation coefficients are 1. Clients' own numbers of steps come from `Task.local_steps` (at most
        `local_steps`); with them ShroFBO sends one more number, tau_k. With few clients the paper draws them uniformly
        and weighs them by w_k K / |S|; here a client is drawn as often as its weight says, and all who are there count

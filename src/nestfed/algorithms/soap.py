@@ -13,8 +13,8 @@ Why    f of a mean over few rows is not the mean of f: methods without memory ha
        time have it only while x moves, so small steps lead to the solution, whatever the size of the batch. The price
        is a state per positive: 2 numbers for every row of the largest client, at every client, and none of it is of use
        to anybody else. A positive that is seldom drawn has an old estimate.
-Ref.   Qi et al., "Stochastic optimization of areas under precision-recall curves with provable convergence",
-       NeurIPS 2021; the step is that of SGD.
+Ref.   Qi, Luo, Xu, Ji and Yang, "Stochastic optimization of areas under precision-recall curves with provable
+       convergence", NeurIPS 2021, arXiv:2104.08736. The step of x is that of SGD.
 Departures
   * The paper has one machine. Here clients do local steps and x is averaged; estimates stay where their rows are.
   * A positive's first estimate is its first inner value; an average started at zero would make first steps 1 / beta

@@ -6,7 +6,8 @@ It is conditional: xi is a task with its query rows, eta its support rows, inner
 x has) and outer the loss on the query. The gradient goes through the adaptation, so it holds a second derivative of
 the loss; nothing of the size of x is averaged over tasks.
 
-Ref.   Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", ICML 2017.
+Ref.   Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", ICML 2017,
+       arXiv:1703.03400.
 """
 
 import itertools
