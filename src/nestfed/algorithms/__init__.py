@@ -1,4 +1,4 @@
-"""All algorithms by name. To add one: write its file, add its row here, add its row to tests/cases.py."""
+"""All algorithms by name. To add one, write its file, add its row here and add its row to tests/cases.py."""
 
 import dataclasses
 from typing import Any

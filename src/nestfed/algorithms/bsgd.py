@@ -8,10 +8,10 @@ BSpiderBoost, a round of local_steps steps, each with an exchange of d numbers:
     other steps             v  <- v + mean_k (G_k(x) - G_k(x')), one batch at both points, x' the point before
     every step              x  <- x - lr v
 
-Why    What the federated methods are compared with: no drift of clients, an exchange in every step.
+Why    The federated methods are compared with these two: here no client drifts, but every step needs an exchange.
 Ref.   Hu, Zhang, Chen and He, "Biased stochastic first-order methods for conditional stochastic optimization and
        applications in meta learning", NeurIPS 2020, arXiv:2002.10790, Algorithms 1 and 2.
-Departures  On a federation the batch of a step is that of all clients together. With one client it is the paper's.
+Departures  In a federation the batch of a step is that of all clients together. With one client it is the paper's.
 """
 
 from typing import NamedTuple

@@ -3,29 +3,30 @@
 Problem   min_x max_alpha mean_k F_k(x, alpha), concave in alpha; x = (model, a, b) where F is `AreaUnderRoc`'s.
 
 Stage s = 0, 1, ... has `stage_steps` growth^s steps, of size lr_s = lr / shrink^s, around its reference x_ref.
-Step at client k, on one batch, both at the point before it:
+Step at client k, on one batch; both lines use the point before the step:
     x_k      <- x_k - lr_s (grad_x F_k(x_k, alpha_k) - c_k + c + (x_k - x_ref) / gamma)
     alpha_k  <- alpha_k + lr_s (grad_alpha F_k(x_k, alpha_k) - e_k + e)
-    CODA+ has no c, c_k, e, e_k; CODASCA's are control variates.
+    CODA+ has no c, c_k, e and e_k; in CODASCA they are control variates.
 Last step of a round, I local steps, from the broadcast (x, alpha):
     CODASCA   c_k <- c_k - c + (x - x_k) / (I lr_s),  e_k <- e_k - e + (alpha_k - alpha) / (I lr_s)
               c <- c + mean_k share_k (change of c_k),  e likewise; share_k as in `scaffold`
-    (x, alpha) <- mean_k (x_k, alpha_k)                       d + 1 numbers, which is the model's and 3; CODASCA twice
+    (x, alpha) <- mean_k (x_k, alpha_k)                       d + 1 numbers (the model's and 3); CODASCA: twice that
 Last round of a stage, instead:
     (x, alpha) <- mean_k (mean over the stage's steps of (x_k, alpha_k)),   x_ref <- x
 
-Why    The proximal term makes a stage a strongly convex problem, whose average point is close to its solution; steps
-       that shrink as stages grow then give a rate that does not depend on the number of local steps. A stage's last
-       round needs its points' average and not the last point, so a client keeps a running sum and sends that instead:
-       averages cost no traffic. CODASCA's correction is SCAFFOLD's, for both variables: without noise its fixed point
-       is the common saddle for any number of local steps, where CODA+ stops at one between the clients' own.
+Why    The proximal term makes a stage a strongly convex problem, and the average of its points is close to the
+       solution; steps that shrink as stages grow then give a rate that does not depend on the number of local steps.
+       The last round of a stage needs the average of its points instead of the last point, so a client keeps a running
+       sum and sends the average: that costs no traffic. CODASCA corrects both variables as SCAFFOLD does: without noise
+       its fixed point is the common saddle point for any number of local steps, where CODA+ stops at a point between
+       the clients' own saddle points.
 Ref.   Yuan, Guo, Xu, Ying and Yang, "Federated deep AUC maximization for heterogeneous data with a constant
        communication complexity", ICML 2021, arXiv:2102.04635.
 Departures
   * A stage ends with the first round in which its steps are done, so every stage has whole rounds.
   * The dual variable may have a step size of its own, `dual_lr`, which shrinks likewise.
-  * With partial participation a client averages over the steps of a stage that it did.
-  * CODASCA: every stage ends as CODA+'s do. The server's step size is 1. lr must be constant within a round.
+  * With partial participation a client averages over those steps of a stage that it took.
+  * In CODASCA every stage ends as in CODA+. The server's step size is 1, and lr must be constant within a round.
 """
 
 from typing import NamedTuple

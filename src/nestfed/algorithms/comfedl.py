@@ -2,7 +2,7 @@
 
 Problem   min_x mean_k [h_k(x) + f_k(g_k(x))].
 
-Step at client k, a large batch B and another one C:
+Step at client k, with a large batch B and another one C:
     x_k  <- x_k - lr (grad h_k(x_k; C) + J g_k(x_k; B)^T grad f_k(g_k(x_k; B); C))
     x_k  <- mean_k x_k                                              last step of the round: d numbers
 
@@ -11,8 +11,8 @@ Why    No estimate is kept: a batch that is large enough makes the bias of f(bat
 Ref.   Huang, Li and Huang, "Compositional federated learning: applications in distributionally robust averaging and
        meta learning", preprint, 2021, arXiv:2106.11264.
 Departures
-  * Both batches have the task's batch size: make it large, the bias is of the order of its inverse.
-  * h is allowed.
+  * Both batches have the task's batch size: make it large, because the bias is of the order of its inverse.
+  * An ordinary average loss h is allowed beside the composition.
 """
 
 from typing import NamedTuple

@@ -14,18 +14,19 @@ Server    l^, g^ = smooth maxima sum_k p_k v_k, p = softmax(v / width), a width 
     width <- max(shrink width, floor) where 0.1 ||gradient of the maximum|| <= width, for the next step
     x <- x - lr (direction + weight_decay x)                                                        d + 2 numbers down
 
-Why    A direction with a nonnegative product with a gradient does not raise that function, to first order. The point of
-       least norm in the hull of the gradients has one with each of them, so stage 2 always has an answer.
+Why    To first order, a step x - lr direction does not raise a function whose gradient has a nonnegative product with
+       the direction. The point of least norm in the hull of the gradients has such a product with each of them, so
+       stage 2 always has an answer.
 Ref.   Cui, Pan, Liang, Zhang and Wang, "Addressing algorithmic disparity and performance inconsistency in federated
        learning", NeurIPS 2021, arXiv:2108.08435, and the authors' code (cuis15/FCFL).
 Departures
-  * The worst client is what counts, not the mean constraint of the class `Constrained`.
+  * The worst client counts here, while the class `Constrained` limits the mean.
   * The linear program of stage 2 is solved to rounding by a fixed number of interior-point steps (a static cost), with
-    an allowance of 1e-11 (float32: 1e-5) of the gradients' size in its constraints: so there is an interior always.
+    an allowance of 1e-11 (float32: 1e-5) of the gradients' size in its constraints: thus there is always an interior.
   * The two widths travel with the direction, because only the reply to the gather sees the gradients they depend on:
     d + 2 numbers down in place of d.
   * Stages are counted in steps in which somebody took part; maxima and the mean are over those who took part. With few
-    clients a step knows only the cohort's worst: the limit is where that of a cohort, on average, pulls nowhere.
+    clients a step knows only the cohort's worst: the limit is where the pull of a cohort's worst is zero on average.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 Problem   min_x mean_k E_xi f_k( E_{eta | xi} g_k(x; xi, eta); xi ).   A batch is b outer samples xi, each with m inner
 samples eta of its own; G_k(x) is the gradient of the mean over the batch of f_k( mean_j g_k(x; xi, eta_j); xi ).
 
-Step at client k, one batch:
+Step at client k, on one batch:
     u_k  <- G_k(x_k)                                                FCSG
     u_k  <- (1 - beta) u_k + beta G_k(x_k)                          FCSG-M
     u_k  <- G_k(x_k) + (1 - beta) (u_k - G_k(x_k'))                 Acc-FCSG-M, x_k' the point of the step before
@@ -11,8 +11,8 @@ Step at client k, one batch:
     x_k  <- mean_k x_k  (and u_k <- mean_k u_k)                     last step of the round: d numbers (2 d)
 
 Why    The same inner samples enter the value and the derivative, in one reverse pass, and the inner mean is taken per
-       outer sample. Averaging inner values over outer samples, as methods for compositions do, is another problem. What
-       is left is a bias of order 1 / m, which no step size and no momentum removes.
+       outer sample. Averaging inner values over outer samples, as methods for compositions do, solves another problem.
+       What is left is a bias of order 1 / m, which no step size and no momentum removes.
 Ref.   Wu, Sun, Hu, Li, Zhang and Huang, "Federated conditional stochastic optimization", NeurIPS 2023,
        arXiv:2310.02524, Algorithms 1 and 2.
 Departures
@@ -22,7 +22,8 @@ Departures
   * prev="local" keeps a client's own point of the step before across a synchronisation, as printed; prev="mean" takes
     the average one, which costs no traffic: it follows from the averages of x and u.
   * The paper has all clients in every round. Here the first estimate is made in the first round in which anybody takes
-    part, and a client that was absent goes on from the average point of the step before: u does not belong to its own.
+    part, and a client that was absent goes on from the average point of the step before, because u does not belong to
+    its own.
   * Lines 5 to 9 of Algorithm 2 are taken to be those of Algorithm 1. beta is c lr^2 as in Corollary 4.8.
 """
 

@@ -12,7 +12,7 @@ Why    One exchange per round. With local_steps > 1 and a constant step the limi
 Ref.   McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-efficient learning of deep networks from
        decentralized data", AISTATS 2017, arXiv:1602.05629; Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated
        optimization in heterogeneous networks", MLSys 2020, arXiv:1812.06127, Algorithm 2.
-Departures  Local work is counted in steps, not in epochs; FedProx's inexact solve is these steps.
+Departures  Local work is counted in steps, not in epochs; these steps are FedProx's inexact solve.
 """
 
 from typing import NamedTuple

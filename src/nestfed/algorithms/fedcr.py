@@ -1,9 +1,9 @@
-"""FedCR: a common random representation near one Gaussian per class that all clients make together, and own heads.
+"""FedCR: own heads on a common random representation near one Gaussian per class, which all clients make together.
 
 Problem   min over u and (v_k) of mean_k E [ loss(v_k; z) + beta KL(r(. | y) || N(m(o), s(o)^2)) ], z ~ N(m(o), s(o)^2);
 the extractor u gives means m and deviations s, d_z numbers each, for an input o of class y (`GaussianEncoder`).
 
-Step at client k, L draws of z per row:
+Step at client k, with L draws of z per row:
     (u_k, v_k)  <- (u_k, v_k) - lr grad [mean loss + beta mean KL]           r as broadcast, constant
 Last step of the round:
     p_k(y) = sum 1 / s(o)^2,  q_k(y) = sum m(o) / s(o)^2                     over the client's rows of class y
@@ -17,12 +17,12 @@ Ref.   Zhang, Li, Dai, Zou and Xiong, "FedCR: personalized federated learning ba
        representation with conditional mutual information regularization", ICML 2023 (PMLR 202, pages 41314-41330), and
        its authors' code (haozzh/FedCR). No DOI or arXiv number is known to us for certain.
 Departures
-  * The divergence is the code's, KL(r || encoder), and not that of the bound, KL(encoder || r): divergence="bound". A
+  * The divergence is the code's, KL(r || encoder); divergence="bound" is that of the bound, KL(encoder || r). A
     product of n experts is sqrt(n) times as narrow as each of them, so the bound's divergence is near n d_z / 2 and the
     code's near d_z ln(n) / 2. With n in the thousands and the published beta, the bound drives a classifier to chance.
   * The common Gaussians are formed from all rows at the round's end, not from the batches of a last epoch.
-  * Deviations are not below 1e-4. A class that nobody has is N(0, 1), also the start of r.
-  * A sum over clients is not a mean, so it is a gather with one answer for all; two exchanges per round.
+  * Deviations are at least 1e-4. A class that nobody has is N(0, 1), and r starts there.
+  * A sum over clients is not a mean, so it is a gather with one answer for all, and a round has two exchanges.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""FedMBO: bilevel problems with one lower problem, linear speed-up under partial participation.
+"""FedMBO: bilevel problems with one lower problem, and a linear speed-up under partial participation.
 
 Problem   min_x mean_k f_k(x, y(x)),   y(x) = argmin_y mean_k g_k(x, y).
 
@@ -9,13 +9,15 @@ Round (one outer iteration), N' uniform in 0 .. N - 1:
   upper   h = mean_i [df_i/dx - (d2g_i/dxdy) p_i];  from x_i = x, local_steps times
               x_i <- x_i - (lr / local_steps) [df_i/dx(x_i, y) - df_i/dx(x, y) + h];   x = mean_i x_i
 
-Why    No drift in y, and one chain per client instead of one for all: the variance falls with the number of clients.
+Why    y does not drift, and there is one chain per client instead of one for all, so the variance falls with the number
+       of clients.
 Ref.   Huang, Zhang and Ji, "Achieving linear speedup in non-IID federated bilevel learning", ICML 2023,
        arXiv:2302.05412, Algorithm 1.
 Departures  The clients of a link are dealt by systematic sampling instead of independently. Each chain still meets a
        client with the probability of its weight at each link, and each client does exactly one product per link; where
        clients weigh the same, what is dealt is a permutation, and where they do not, chains may have links in common.
-       As in FedNest, a round has one cohort for all its links: with few clients a chain knows only the cohort's.
+       As in FedNest, a round has one cohort for all its links: with few clients a chain knows only the cohort's
+       clients.
        Links beyond N' pass the vector on, so that the cost is static; after the last exchange every client holds one
        finished chain.
 """

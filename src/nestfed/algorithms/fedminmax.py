@@ -5,7 +5,7 @@ rho_a is group a's share of all rows, and alpha = mu / rho the weight of a row o
 value_k(x, alpha) = sum_a alpha_a q_{a,k}(x), where q_{a,k} = (n_{a,k} / n_k) r_{a,k} counts absent groups as zero.
 
 Start     rho = mu = mean_k (n_{a,k} / n_k)                                                         A numbers
-Step at client k (a round is one step), everything at the x received, on one batch:
+Step at client k (a round is one step), all of it at the x received and on one batch:
     x_k   <- x - lr grad_x value_k(x, alpha)
     x, q  <- mean_k x_k, mean_k q_k(x)                                                              d + A numbers
 Server    mu <- the nearest point of the simplex to mu + weight_lr r,  r_a = q_a / rho_a

@@ -14,10 +14,10 @@ Why    The inverse of an averaged Hessian is not the average of inverses: the pr
        anchor corrections. A step 1/l above 1/L diverges.
 Ref.   Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: federated bilevel, minimax and compositional optimization",
        ICML 2022, arXiv:2205.02215, Algorithms 1-4.
-Departures  `truncation="sum"` (the released code's series, default) or "random" (the paper's single random term, in
-       which N' <= N - 1 factors apply). All clients of the round's cohort serve every exchange of the round, where the
-       paper draws some afresh for every exchange: with few clients the series knows only the cohort's, and the limit
-       is where the mean over cohorts of their own hypergradients is zero.
+Departures  `truncation` is "sum" (the series of the released code, the default) or "random" (the paper's single random
+       term, in which N' <= N - 1 factors apply). All clients of the round's cohort serve every exchange of the
+       round, where the paper draws some afresh for every exchange: with few clients the series knows only the cohort's
+       clients, and the limit is where the mean over cohorts of their own hypergradients is zero.
 """
 
 from typing import NamedTuple

@@ -12,8 +12,9 @@ Server    m  <- beta1 m + (1 - beta1) Delta
 Why    -Delta is used as a gradient; the optimiser's state lives on the server and does not touch the traffic.
 Ref.   Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar and McMahan, "Adaptive federated optimization", ICLR 2021,
        arXiv:2003.00295, Algorithm 2.
-Departures  None: no bias correction and v_0 = tau^2 as in the paper (`v0` sets another start). optax's own Adam and
-       Yogi correct the bias, so the three rules are written here as optax transformations; `FedOpt` takes any other.
+Departures  There are none: as in the paper there is no bias correction, and v_0 = tau^2 (`v0` sets another start).
+       optax's own Adam and Yogi correct the bias, so the three rules are written here as optax transformations;
+       `FedOpt` takes any other.
 """
 
 from typing import Any, ClassVar, NamedTuple

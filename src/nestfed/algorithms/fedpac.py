@@ -1,4 +1,4 @@
-"""FedPAC: a common extractor aligned by class prototypes, and heads that are mixed among clients that resemble.
+"""FedPAC: a common extractor aligned by class prototypes, and heads that are mixed among clients that are alike.
 
 Problem   min over u and (v_k) of mean_k [ loss_k(u, v_k) + (coupling / d_z) mean_i |phi(u; o_i) - c_{y_i}|^2 ]; c_y is
 the mean representation of class y over all clients, C classes, phi of d_z numbers.
@@ -8,7 +8,7 @@ Round at client k, from the u and c received:
           V_k = [mean |phi|^2 - sum_y |h_k(y)|^2] / n_k
   head_steps times   v_k  <- v_k - head_lr grad_v loss_k(u, v_k)
   local_steps times  u_k  <- u_k - lr grad_u [loss_k(u_k, v_k) + pull towards c]
-  end     h'_k: as h_k, with u_k
+  end     h'_k is made like h_k, with u_k
 Server    u   <- mean_k u_k;   c_y <- mean_k h'_k(y) / mean_k pi_k(y)        up d_u + C d_z + C, down the same
           v_k <- sum_j a_j v_j,  a on the simplex minimises a^T (diag(V) + D_k) a,
                  D_k[j, l] = sum_y <h_k(y) - h_j(y), h_k(y) - h_l(y)>        up d_v + C d_z + 1, down d_v
@@ -21,12 +21,12 @@ Departures
   * How much a client counts in u and c is the weight that the task gives it; with weights="samples" these are the
     paper's averages, by rows and by rows of a class.
   * The pull is averaged over the entries of a representation too, as in the code: coupling = 1 is meant for that. There
-    is none before the first prototypes; a class that has none then is pulled towards the client's own.
+    is no pull before the first prototypes; a class that still has none is then pulled towards the client's own mean.
   * Eigenvalues of the quadratic form below `smallest_eigenvalue` are dropped and weights below `smallest_weight` are
     set to zero, as in the code; dropped ones keep a millionth of the largest, so that there is one answer. The program
     is solved by a fixed number of interior-point steps, and a client keeps its head where there is no finite answer.
   * Two exchanges, because a mixed head is for one client only and the rest for all; the shares come back with them.
-  * The heads' program sees every client's statistics: a gather. Momentum and weight decay are left out.
+  * The program for the heads sees every client's statistics, so it is a gather. Momentum and weight decay are left out.
 """
 
 from typing import NamedTuple

@@ -18,16 +18,16 @@ Ref.   The title and the authors of the paper are not known to us, because its m
        is its appendix (Algorithm 2, appendices A.3 and C) and its authors' code (oyhah/FedReCo). No DOI or arXiv number
        is known to us for certain.
 Departures
-  * H is the mean over a batch by default, the authors' code has the sum: `reduction` of the problem.
+  * H is the mean over a batch by default; the authors' code has the sum, which the problem's `reduction` can choose.
   * FedReCo sends a gradient on one batch, as appendix A.3 says; server_grad="full" is over all rows, as the code does.
     FedReCo-PVR needs all rows anyhow.
-  * The proof's server step has a factor coupling / 2, which the listing and the code lack: server_scale_lambda.
-  * The server's mean is shortened to `clip` too. Any optax optimiser can take the server's step: `optimizer=`;
+  * The proof's server step has a factor coupling / 2, which the listing and the code lack; server_scale_lambda adds it.
+  * The server's mean is shortened to `clip` too. Any optax optimiser can take the server's step (`optimizer=`);
     server_lr is then not used.
-  * The first correction is not defined in print: all start from one (u, v), u_0 is that u, and there g_k = 0 is exact.
-    A client that joins late starts from the same point.
+  * The first correction is not defined in print. Here all start from one (u, v), u_0 is that u, and g_k = 0 is exact
+    there. A client that joins late starts from the same point.
   * One reverse pass gives the gradients of f and H together, so FedReCo-PVR makes two passes per step and not three.
-  * The code ends with a round of head steps alone: `nestfed.personal.fine_tuned`.
+  * The code ends with a round of head steps alone; `nestfed.personalise` can do that in an evaluation.
 """
 
 from typing import NamedTuple

@@ -2,22 +2,22 @@
 
 Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k,  f the same for all.
 
-Round (an epoch), every step one exchange of d + m (d + 1) numbers (2 more for Scaled values):
+Round (an epoch); every step has one exchange of d + m (d + 1) numbers (2 more for Scaled values):
   first step   Y, Z, W = means over clients and `refresh_batches` batches of  g_k(x), J g_k(x), grad h_k(x)
   other steps  Y  <- Y + mean_k [g_k(x) - g_k(x')],  and likewise Z and W;  one batch at both points, x' the last x
   all steps    Y into the domain of f;   x' = x;   x <- x - lr (W + Z^T grad f(Y))
 
-Why    Two evaluations of one batch have nearly the same noise, so their difference hardly any: the estimates stay as
-       good as the large batch made them, at the price of small ones. All clients hold the same numbers; nothing drifts.
-       The price is a Jacobian in every exchange.
+Why    Two evaluations of one batch have nearly the same noise, so their difference has hardly any: the estimates stay
+       as good as the large batch made them, at the price of small batches. All clients hold the same numbers, so
+       nothing drifts. In return there is a Jacobian in every exchange.
 Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental variance reduction", NeurIPS 2019,
        arXiv:1906.10186. The released code never renews the estimates; its Z is the change of the Jacobian since the
        start.
 Departures
   * The paper is centralised, with large batches of n rows and small ones of sqrt(n), and returns a random iterate:
     `simulate(..., output="random")`. Here the large batch is refresh_batches times the small one.
-  * With few clients a renewed estimate knows only the cohort's: the limit is where the mean over cohorts S of
-    Z_S^T grad f(Y_S) is zero, another point than the solution.
+  * With few clients a renewed estimate knows only the cohort's clients: the limit is where the mean over cohorts S of
+    Z_S^T grad f(Y_S) is zero, which is another point than the solution.
   * The recursion can leave the domain of f, which is projected and counted; for the mean of exponentials with small
     batches that happens often, and the bound of `bound_slope` does not apply to a sum of Jacobians. Take many batches.
 """

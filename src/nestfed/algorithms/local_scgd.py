@@ -2,19 +2,19 @@
 
 Problem   min_x mean_k [h_k(x) + f_k(g_k(x))].
 
-Step at client k, a batch B and another one C:
+Step at client k, with a batch B and another one C:
     u_k  <- (1 - inner_lr) u_k + inner_lr g_k(x_k; B)
     z_k   = grad h_k(x_k; C) + J g_k(x_k; B)^T grad f_k(u_k; C)
     Local-SCGD    x_k <- x_k - lr z_k
     Local-SCGDM   m_k <- (1 - momentum_lr) m_k + momentum_lr z_k;   x_k <- x_k - lr m_k
     x_k, u_k (, m_k)  <- their means                                last step of the round: d + m numbers (2 d + m)
 
-On conditional problems (`local-scgd-conditional`, `local-scgdm-conditional`), where g depends on the outer sample, the
-estimate is carried for all of them together. Every outer sample i of the batch, such as a task of meta-learning, blends
-it with an inner value of its own:
+On conditional problems (`local-scgd-conditional`, `local-scgdm-conditional`), where g depends on the outer sample, one
+estimate is carried for all outer samples together. Every outer sample i of the batch, such as a task of
+meta-learning, blends it with an inner value of its own:
     u_i   = (1 - inner_lr) u_k + inner_lr g_i(x_k);   z_k = mean_i J g_i(x_k)^T grad f_i(u_i);   u_k <- mean_i u_i
 
-Why    u_k averages over batches, so small batches do; m_k smooths the gradient too. There is one estimate for all outer
+Why    u_k averages over batches, which may be small; m_k smooths the gradient too. There is one estimate for all outer
        samples: where g depends on the outer sample, it tracks the wrong mean, and the limit is another point for every
        inner_lr below 1. The conditional forms are here to be compared with (`fcsg` solves these problems).
 Ref.   Gao, Li and Huang, "On the convergence of local stochastic compositional gradient descent with momentum", ICML
@@ -26,7 +26,7 @@ Departures
     solves mean_k J_k^T grad f(u_k) = 0 at u_k = (1 - inner_lr) g + inner_lr g_k: the problem's solution for
     inner_lr = 1, and for small inner_lr that of the other problem, with the mean g inside f. average_inner=False keeps
     u at its client, as the problem wants it, and saves m numbers.
-  * h is allowed.
+  * An ordinary average loss h is allowed beside the composition.
   * The conditional forms are those of the program released with "Federated conditional stochastic optimization"
     (arXiv:2310.02524, see `fcsg`); the paper of Local-SCGDM has no such problem. One batch serves both levels, because
     f_i belongs to g_i.

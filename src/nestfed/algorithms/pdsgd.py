@@ -2,7 +2,7 @@
 
 Problem   min_x F(x)  s.t.  f_j(x) <= 0, j = 1 .. J,   F = mean_k F_k,  f_j = mean_k f_{j,k}.
 
-Step at client k (a round is one step); j and j' random, independent, the same at all clients:
+Step at client k (a round is one step); j and j' are random, independent and the same at all clients:
     x_k    = x - lr (grad F_k(x) + max(penalty f_{j,k}(x) + z_j, 0) grad f_{j,k}(x))
     x, u   = mean_k x_k, mean_k f_{j',k}(x)                         d + 1 numbers; u at the old x
     z_j'  <- z_j' + dual_lr max(-z_j' / penalty, u)
@@ -17,7 +17,7 @@ Departures
   * The paper is centralised with exact constraints. Here the client's own value of a constraint, on its batch, stands
     within the maximum: exact while every penalty f_{j,k} + z_j is positive and the clients' gradients agree, or as
     penalty goes to zero. The multipliers follow the mean.
-  * u comes back to the clients, who keep z up to date themselves: d + 1 numbers down in place of d.
+  * u comes back to the clients, who keep z up to date themselves, so d + 1 numbers come down in place of d.
 """
 
 from typing import NamedTuple

@@ -15,8 +15,8 @@ Why    c_k - c estimates how far client k's gradient is from the average: withou
        clients taking part / all clients, as printed.
 Ref.   Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: stochastic controlled averaging for federated
        learning", ICML 2020, arXiv:1910.06378, Algorithm 1.
-Departures  Option II only. Clients may have weights. I counts local steps (mini-batches), not epochs. lr must be
-       constant within a round.
+Departures  Only option II is here. Clients may have weights. I counts local steps (mini-batches), not epochs. lr must
+       be constant within a round.
 """
 
 from typing import NamedTuple
