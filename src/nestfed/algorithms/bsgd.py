@@ -26,7 +26,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class BSGD(Algorithm):
-    """Conditional, centralised: a step along the plug-in gradient of everybody's batch."""
+    """Descends the plug-in gradient of everybody's batch in every step, as one machine with all data would."""
 
     lr: float = setting("alpha: step size", above=0)
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
@@ -45,7 +45,7 @@ class BSGD(Algorithm):
 
 @struct
 class BSpiderBoost(Algorithm):
-    """Conditional, centralised: gradients kept up to date by differences, refreshed once a round."""
+    """Keeps a gradient up to date by differences and refreshes it once a round, as one machine with all data would."""
 
     lr: float = setting("alpha: step size", above=0)
     refresh_batches: int = setting("B / b: batches of a refresh", default=10, at_least=1, static=True)

@@ -41,7 +41,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class CODAPlus(Algorithm):
-    """Minimax: local descent and ascent around a reference point, restarted in stages from averages."""
+    """Descends and ascends locally around a reference point, in stages that restart from averages."""
 
     lr: float = setting("eta: step size of the first stage", above=0)
     dual_lr: float | None = setting("step size of alpha in the first stage; none: lr", default=None, above=0)
@@ -56,11 +56,11 @@ class CODAPlus(Algorithm):
         x: Shared
         alpha: Shared
         reference: Shared  # x at the start of the stage
-        stage: Shared  # its number
-        began: Shared  # the step index at its start
-        total: Local  # sum of (x_k, alpha_k) over the client's steps ...
-        steps: Local  # ... of which there were so many ...
-        own_stage: Local  # ... in this stage
+        stage: Shared  # the number of the stage
+        began: Shared  # the step index at the start of the stage
+        total: Local  # the sum of (x_k, alpha_k) over the client's steps in the stage `own_stage`
+        steps: Local  # the number of these steps
+        own_stage: Local  # the stage of the client's last step
 
     def init(self, problem, params, draw, fed):
         x, alpha = params
@@ -78,7 +78,7 @@ class CODAPlus(Algorithm):
         )
 
     def local_step(self, problem, s, draw, fed, corrections=None):
-        """A step of (x, alpha), added to the client's sums."""
+        """Take a step of (x, alpha) and add the new point to the client's sums."""
         gradients = problem.gradients(s.x, s.alpha, draw(0))
         if corrections is not None:
             gradients = jax.tree.map(jnp.add, gradients, corrections)
@@ -90,22 +90,22 @@ class CODAPlus(Algorithm):
         return s._replace(x=x, alpha=alpha, total=total, steps=jnp.where(going_on, s.steps, 0) + 1, own_stage=s.stage)
 
     def rates(self, s, fed):
-        """The step sizes of x and alpha."""
+        """Return the step sizes of x and alpha."""
         shrunk = lambda rate: (at(rate, fed.t) / self.shrink**s.stage).astype(s.x.dtype)
         lr = shrunk(self.lr)
         return lr, lr if self.dual_lr is None else shrunk(self.dual_lr)
 
     def ending(self, s, fed):
-        """Is this the stage's last round?"""
+        """Tell whether this is the stage's last round."""
         return fed.t + 1 - s.began >= self.stage_steps * self.growth**s.stage
 
     def message(self, s, fed):
-        """What a client sends: its point, or its average point where the stage ends."""
+        """Return what a client sends: its point, or its average point where the stage ends."""
         average = lambda point, total: jnp.where(self.ending(s, fed), total / s.steps.astype(point.dtype), point)
         return jax.tree.map(average, (s.x, s.alpha), s.total)
 
     def synchronised(self, problem, s, fed, answer):
-        """The common state from the mean of the messages."""
+        """Return the common state that follows from the mean of the messages."""
         x, alpha, ends = problem.feasible_x(answer[0]), problem.feasible_alpha(answer[1]), self.ending(s, fed)
         return s._replace(
             x=x,
@@ -118,7 +118,7 @@ class CODAPlus(Algorithm):
 
 @struct
 class CODASCA(CODAPlus):
-    """Minimax: CODA+ with control variates against the drift of local steps."""
+    """Runs CODA+ with control variates against the drift of local steps."""
 
     class State(NamedTuple):
         x: Shared
@@ -130,7 +130,7 @@ class CODASCA(CODAPlus):
         steps: Local
         own_stage: Local
         common: Shared = None  # (c, e): the server's control variates
-        own: Local = None  # (c_k, e_k): the client's
+        own: Local = None  # (c_k, e_k): the client's control variates
 
     def init(self, problem, params, draw, fed):
         plain = super().init(problem, params, draw, fed)

@@ -24,7 +24,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class ComFedL(Algorithm):
-    """Compositional, every client its own composition: local steps on large batches, average x."""
+    """Takes local steps on large batches, every client along its own composition, and averages x."""
 
     lr: float = setting("eta: step size", above=0)
 

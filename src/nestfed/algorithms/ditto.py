@@ -29,7 +29,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class Ditto(PersonalMethod):
-    """Personalised: FedAvg, and a model of each client's own near the common one."""
+    """Trains a common model by FedAvg and, near it, a model of each client's own."""
 
     coupling: float = setting("lambda: strength of the pull towards the common model", default=0.01, at_least=0)
 

@@ -45,7 +45,7 @@ GEOMETRIES = ("chi-square-penalty", "chi-square-ball", "cvar", "kl-cvar")
 
 @struct
 class FastDRO(Algorithm):
-    """Single level, robust: the rows of all batches are weighed by an adversary at the server."""
+    """Descends the losses of the rows of all batches, which an adversary at the server weighs."""
 
     lr: float = setting("eta: step size", above=0)
     geometry: str = setting("what the adversary may do", default=GEOMETRIES[0], choices=GEOMETRIES, static=True)
@@ -84,17 +84,17 @@ class FastDRO(Algorithm):
         return self.State(problem.feasible_x(fed.mean(x, around=s.x)))
 
     def answer(self, losses, weights, key):
-        """[clients, b]: what each client multiplies its losses with, so that the mean over clients is sum p_i l_i."""
+        """Return [clients, b]: the factors of each client's losses that make the mean over clients sum p_i l_i."""
         shares = (weights / weights.sum()).astype(losses.dtype)
         p = self.worst_weights(losses, shares, self.level(key) if self.levels else None)
         return p / jnp.where(shares > 0, shares, 1)[:, None]
 
     def level(self, key):
-        """1, 2, ...: one more than the zeros that a random word begins with."""
+        """Draw 1, 2, ...: one more than the number of zeros with which a random word begins."""
         return jnp.minimum(1 + lax.clz(random_words(key, 1)[0]).astype(int), self.levels)
 
     def worst_weights(self, losses, shares, level):
-        """p [clients, b] for losses [clients, b]; shares [clients] are the clients' nominal weights."""
+        """Return p [clients, b] for losses [clients, b]; shares [clients] are the clients' nominal weights."""
         rows = losses.shape[1]
         row = jnp.arange(rows)
 

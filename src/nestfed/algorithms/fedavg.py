@@ -24,7 +24,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class FedAvg(Algorithm):
-    """FedAvg: local steps, then the mean of the models."""
+    """Takes local steps, then averages the models."""
 
     lr: float = setting("eta: local step size", above=0)
 
@@ -48,7 +48,7 @@ class FedAvg(Algorithm):
 
 @struct
 class FedProx(FedAvg):
-    """FedAvg with a pull of strength mu towards the broadcast model."""
+    """Runs FedAvg with a pull of strength mu towards the broadcast model."""
 
     mu: float = setting("mu: strength of the proximal term", default=0.01, at_least=0)
 

@@ -30,7 +30,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class FedAvgCO1(Algorithm):
-    """Compositional, negative control: every client composes with its own inner function."""
+    """Lets every client compose with its own inner function; a negative control, which must fail."""
 
     lr: float = setting("eta: step size", above=0)
 
@@ -54,7 +54,7 @@ class FedAvgCO1(Algorithm):
 
 @struct
 class FedAvgCO2(FedAvgCO1):
-    """Compositional, negative control: inner values are averaged once a round, where it starts."""
+    """Averages inner values only once a round, at its start; a negative control, which must fail."""
 
     few_clients = (
         "an inner value knows only the cohort's clients: what is minimised is the mean over cohorts of f of their "

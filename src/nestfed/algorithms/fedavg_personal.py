@@ -27,7 +27,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class WholeModel(PersonalMethod):
-    """Steps of extractor and head together, from the common start."""
+    """Trains extractor and head together, from the common start."""
 
     def init(self, problem, params, draw, fed):
         u, v = params
@@ -40,7 +40,7 @@ class WholeModel(PersonalMethod):
 
 @struct
 class LocalOnly(WholeModel):
-    """Personalised: every client trains alone, from the common start; nothing is exchanged."""
+    """Trains every client alone, from the common start; nothing is exchanged."""
 
     trains: str = setting(
         "what is trained: all, or the head alone", default="all", choices=("all", "head"), static=True
@@ -59,7 +59,7 @@ class LocalOnly(WholeModel):
 
 @struct
 class FedAvgWhole(WholeModel):
-    """Personalised: one model for all by FedAvg, extractor and head alike."""
+    """Trains one model for all by FedAvg, extractor and head alike."""
 
     class State(NamedTuple):
         u: Shared

@@ -47,7 +47,7 @@ from nestfed.problems.hypergradients import Hypergradient, Neumann
 
 @struct
 class FedBiO(Algorithm):
-    """Bilevel with local lower problems: alternate lower steps and hypergradient steps, average x."""
+    """Takes steps on every client's own lower problem and along its hypergradient, and averages x."""
 
     lr: float = setting("eta: step size of x", above=0)
     lower_lr: float = setting("gamma: step size of y", above=0)
@@ -62,7 +62,7 @@ class FedBiO(Algorithm):
 
     @classmethod
     def theory(cls, *, total_steps, delta, lower_lr, local_steps, hypergradient=None):
-        """The step size eta = delta T^(-1/3) of the convergence theorem, constant over the run."""
+        """Take the step size eta = delta T^(-1/3) from the convergence theorem; it is constant over the run."""
         return cls(
             lr=delta * total_steps ** (-1 / 3),
             lower_lr=lower_lr,
@@ -85,7 +85,7 @@ class FedBiO(Algorithm):
 
 @struct
 class FedBiOAcc(Algorithm):
-    """FedBiO with momentum-based variance reduction of both levels."""
+    """Runs FedBiO with momentum-based variance reduction on both levels."""
 
     lr: float = setting("eta: step size of x, before the factor alpha_t", default=1.0, above=0)
     lower_lr: float = setting("gamma: step size of y, before the factor alpha_t", default=1.0, above=0)
@@ -108,13 +108,13 @@ class FedBiOAcc(Algorithm):
         estimated: Shared  # is there a first estimate of nu?
         y: Local
         y_prev: Local
-        omega: Local  # momentum of y ...
-        x_omega: Local  # ... which belongs to (x'', y_prev)
+        omega: Local  # momentum of y, which belongs to (x'', y_prev)
+        x_omega: Local  # x'': the point at which omega was evaluated last
         own_estimated: Local  # is there a first estimate of omega?
 
     @classmethod
     def theory(cls, *, clients, local_steps, sigma, L, L_h, mu, rho, hypergradient=None):
-        """The constants of Theorem 10.1: smoothness L of g, L_h of h, strong convexity mu, Lipschitz rho of y(x)."""
+        """Take Theorem 10.1's constants: smoothness L of g, L_h of h, strong convexity mu, Lipschitz rho of y(x)."""
         delta = clients ** (2 / 3) * sigma ** (2 / 3) / L_h
         rest = sigma**2 / (24 * delta**3 * L_h * local_steps)
         c_nu, c_omega = 160 * L_h**2 + rest, 160 * L**2 + rest
@@ -157,7 +157,7 @@ class FedBiOAcc(Algorithm):
         return PowerDecay(scale=self.delta, offset=self.u, slope=self.sigma2)(t + 1)
 
     def forgetting(self, c, t, estimated):
-        """1 - momentum, clipped to [0, 1]; at first 1/M: the step's batch is one of the M of the first estimate."""
+        """Return 1 - momentum, clipped to [0, 1]; at first 1/M: the step's batch is one of M of the first estimate."""
         factor = jnp.clip(c * self.alpha(t - 1) ** 2, 0, 1)
         return jnp.where(estimated, factor, 1 / self.first_batch_multiplier)
 

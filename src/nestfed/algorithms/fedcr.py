@@ -42,7 +42,7 @@ SMALLEST_DEVIATION = 1e-4
 
 @struct
 class FedCR(PersonalMethod):
-    """Personalised: a common random representation near class Gaussians that clients make together; own heads."""
+    """Trains own heads on a common random representation near class Gaussians that clients make together."""
 
     beta: float = setting("weight of the divergence from the class Gaussians", default=0.001, at_least=0)
     memory: float = setting("beta_2: weight of the new class Gaussians", default=1.0, at_least=0, at_most=1)
@@ -54,7 +54,7 @@ class FedCR(PersonalMethod):
     class State(NamedTuple):
         u: Shared
         v: Local
-        mean: Shared  # of r [C, d_z]
+        mean: Shared  # the means of r [C, d_z]
         deviation: Shared
         clips: Local
 
@@ -89,7 +89,7 @@ class FedCR(PersonalMethod):
 
 
 def class_experts(problem, s, batch, weights, key):
-    """(sum of precisions, sum of means times precisions) [C, d_z] over the rows that count, by class."""
+    """Return (sum of precisions, sum of means times precisions) [C, d_z] over the rows that count, by class."""
     mean, deviation = problem.gaussians(problem.representations(s.u, Sample(batch, key)))
     members = jax.nn.one_hot(batch[1], len(s.mean), axis=0, dtype=mean.dtype)
     if weights is not None:
@@ -99,19 +99,19 @@ def class_experts(problem, s, batch, weights, key):
 
 
 def floored(precision, weighted):
-    """The same Gaussians with deviations of at least SMALLEST_DEVIATION."""
+    """Return the same Gaussians with deviations of at least SMALLEST_DEVIATION."""
     factor = jnp.minimum(1, SMALLEST_DEVIATION**-2 / jnp.where(precision > 0, precision, 1))
     return precision * factor, weighted * factor
 
 
 def total(values, cohort, slot, key):
-    """The sum over those who take part."""
+    """Return the sum over those who take part."""
     add = lambda a: jnp.sum(jnp.where(cohort.present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0), 0)
     return jax.tree.map(add, values)
 
 
 def divergence(mean, deviation, other_mean, other_deviation):
-    """KL(N(mean, deviation^2) || N(other)) of each row, summed over entries."""
+    """Return KL(N(mean, deviation^2) || N(other)) of each row, summed over entries."""
     ratio = (deviation / other_deviation) ** 2
     return 0.5 * jnp.sum(ratio + ((mean - other_mean) / other_deviation) ** 2 - 1 - jnp.log(ratio), axis=-1)
 

@@ -44,7 +44,7 @@ from nestfed.core.settings import setting, static, struct
 
 @struct
 class FedDRO(Algorithm):
-    """Compositional: one estimate of the inner function for all clients, exchanged in every step."""
+    """Keeps one estimate of the inner function for all clients, which is exchanged in every step."""
 
     lr: float = setting("eta: step size of x", above=0)
     beta: float = setting(
@@ -92,7 +92,7 @@ class FedDRO(Algorithm):
 
 @struct
 class DSFedDRO(Algorithm):
-    """Compositional: estimates of the inner function drift within a round; step sizes on both sides correct them."""
+    """Lets estimates of the inner function drift within a round; step sizes on both sides correct them."""
 
     lr: float = setting("eta: local step size of x", above=0)
     beta: float = setting("local step of the estimate towards the batch value", default=0.1, at_least=0, at_most=1)

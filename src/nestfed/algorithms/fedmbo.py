@@ -33,7 +33,7 @@ from nestfed.core.settings import struct
 
 @struct
 class FedMBO(FedNest):
-    """Bilevel with one global lower problem: mini-batch lower steps, one random chain of products per client."""
+    """Takes mini-batch steps on one global lower problem and makes one random chain of products per client."""
 
     def schedule(self):
         return (
@@ -59,16 +59,16 @@ class FedMBO(FedNest):
 
 
 def deal(vector, fed):
-    """Hand vectors on among the clients taking part: each gets that of a random one, the heavier the likelier. Who gets
-    whose depends on their ids alone."""
+    """Hand vectors on among the clients taking part: each gets that of a random one, in proportion to the weights. Who
+    gets whose depends on their ids alone."""
 
     def reply(values, cohort, slot, key):
         number = cohort.present.sum()
         lots = jax.vmap(lambda i: uniform(fold_in(key, i)))(cohort.ids)
         by_id = jnp.argsort(jnp.where(cohort.present, cohort.ids, jnp.iinfo(cohort.ids.dtype).max))
         by_lot = jnp.argsort(jnp.where(cohort.present, lots, 2.0))
-        # The weights laid around a circle in the order of the lots; receivers stand evenly spaced on it, in the order
-        # of their ids, from a random point on: each is as likely to stand at a client as the client is heavy.
+        # The weights lie around a circle in the order of the lots; receivers stand evenly spaced on it, in the order
+        # of their ids, from a random point on. The chance to stand at a client is in proportion to its weight.
         ends = jnp.cumsum(cohort.weights[by_lot]) / cohort.weights.sum()
         points = (jnp.arange(by_id.size) / number + uniform(fold_in(key, jnp.uint32(2**32 - 1)))) % 1
         stands_at = jnp.minimum(jnp.searchsorted(ends, points, side="right"), number - 1)

@@ -34,7 +34,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class FedMinMax(Algorithm):
-    """Group-fair minimax: gradient steps on reweighed rows, projected ascent on the weights of the groups."""
+    """Lowers the largest risk of any group by steps on reweighed rows and projected ascent on the group weights."""
 
     lr: float = setting("eta_theta: step size of x", above=0)
     weight_lr: float = setting("eta_mu: step size of the group weights", default=0.1, at_least=0)
@@ -71,14 +71,14 @@ class FedMinMax(Algorithm):
 
 
 def ratio(numerator, rho):
-    """numerator / rho, and zero for groups without a row."""
+    """Return numerator / rho, and zero for groups without a row."""
     return jnp.where(rho > 0, numerator / jnp.where(rho > 0, rho, 1), 0)
 
 
 def nearest_weights(point, known, floor):
-    """The nearest point of the simplex whose known entries are at least `floor` and whose others are zero."""
+    """Return the nearest point of the simplex whose known entries are at least `floor` and whose others are zero."""
     number = known.sum().astype(point.dtype)
-    floor = jnp.minimum(floor, 0.999 / number).astype(point.dtype)  # leaves the projection something to divide
+    floor = jnp.minimum(floor, 0.999 / number).astype(point.dtype)  # so that the projection has something to divide
     excess = point - floor
     # The projection gives nothing to an entry that lies 1 or more below the largest.
     outside = jnp.max(jnp.where(known, excess, -jnp.inf)) - 2

@@ -30,7 +30,7 @@ from nestfed.core.settings import setting, static, struct
 
 @struct
 class FedOpt(FedAvg):
-    """FedAvg with any optax optimiser as the server step: `FedOpt(lr=0.1, optimizer=optax.sgd(1.0, momentum=0.9))`."""
+    """Runs FedAvg with any optax optimiser on the server: `FedOpt(lr=0.1, optimizer=optax.sgd(1.0, momentum=0.9))`."""
 
     optimizer: optax.GradientTransformation | None = static(default=None)
 
@@ -61,7 +61,7 @@ class Moments(NamedTuple):
 
 @struct
 class Adaptive(FedOpt):
-    """The common part of the three adaptive rules."""
+    """Holds what the three adaptive rules have in common."""
 
     server_lr: float = setting("eta: server step size", default=0.1, above=0)
     beta1: float = setting("beta_1: decay of the first moment", default=0.9, at_least=0, at_most=1)
@@ -86,7 +86,7 @@ class Adaptive(FedOpt):
 
 @struct
 class FedAdagrad(Adaptive):
-    """FedAvg's local steps with Adagrad on the server."""
+    """Runs FedAvg's local steps with Adagrad on the server."""
 
     def second_moment(self, v, squared):
         return v + squared
@@ -94,7 +94,7 @@ class FedAdagrad(Adaptive):
 
 @struct
 class FedAdam(Adaptive):
-    """FedAvg's local steps with Adam on the server."""
+    """Runs FedAvg's local steps with Adam on the server."""
 
     def second_moment(self, v, squared):
         return self.beta2 * v + (1 - self.beta2) * squared
@@ -102,7 +102,7 @@ class FedAdam(Adaptive):
 
 @struct
 class FedYogi(Adaptive):
-    """FedAvg's local steps with Yogi on the server."""
+    """Runs FedAvg's local steps with Yogi on the server."""
 
     def second_moment(self, v, squared):
         return v - (1 - self.beta2) * squared * jnp.sign(v - squared)

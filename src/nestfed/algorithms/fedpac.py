@@ -43,21 +43,21 @@ from nestfed.core.algorithm import Local, Sample, Scratch, Shared
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array
 
-INTERIOR_STEPS = 40  # measured, programs of 50 clients: the conditions of a minimum hold to rounding
-DROPPED = 1e-6  # of the largest eigenvalue: what a dropped one becomes, so that the best weights are unique
+INTERIOR_STEPS = 40  # measured on programs of 50 clients: the conditions of a minimum then hold to rounding
+DROPPED = 1e-6  # a dropped eigenvalue becomes this share of the largest: the best weights are then unique
 
 
 class Statistics(NamedTuple):
-    """Of a client's classes, over all its rows."""
+    """Describes a client's classes, over all its rows."""
 
     shares: Array  # pi [C]
     sums: Array  # h [C, d_z]: share times mean representation
     squares: Array  # mean |phi|^2
-    rows: Array  # their number
+    rows: Array  # the number of rows
 
 
 class Upload(NamedTuple):
-    """What a client sends for the heads; at the server every field has a leading axis of clients."""
+    """Holds what a client sends for the heads; at the server every field has a leading axis of clients."""
 
     head: Array
     sums: Array
@@ -65,15 +65,14 @@ class Upload(NamedTuple):
 
 
 def membership(labels, classes, weights, dtype):
-    """[C, rows]: the weight of a row at its class."""
+    """Return [C, rows]: the weight of every row at its class."""
     members = jax.nn.one_hot(labels, classes, axis=0, dtype=dtype)
     return members / labels.size if weights is None else members * weights.astype(dtype)[None]
 
 
 @struct
 class FedPAC(HeadThenBody):
-    """Personalised: a common extractor with class prototypes, heads mixed among similar clients by a quadratic
-    program."""
+    """Aligns a common extractor by class prototypes and mixes the heads of similar clients by a quadratic program."""
 
     coupling: float = setting("lambda: strength of the pull towards the prototypes", default=1.0, at_least=0)
     smallest_eigenvalue: float = setting("eigenvalues of the program below it are dropped", default=0.01, at_least=0)
@@ -96,7 +95,7 @@ class FedPAC(HeadThenBody):
 
     def begin(self, server, client):
         s = super().begin(server, client)
-        # Filled here already: a step without an exchange keeps the structure of the State.
+        # This is filled here already, because a step without an exchange keeps the structure of the State.
         none = jnp.zeros((), s.known.dtype)
         blank = Statistics(jnp.zeros_like(s.known), jnp.zeros_like(s.prototypes), none, none)
         return s._replace(own=blank)
@@ -145,7 +144,7 @@ class FedPAC(HeadThenBody):
             return weights @ uploads.head
 
     def head_weights(self, variances, sums, present, slot):
-        """The shares of everybody's head in that of the client at this slot."""
+        """Return the shares of everybody's head in that of the client at this slot."""
         gaps = (sums[slot][None] - sums).reshape(len(present), -1)
         on = present.astype(gaps.dtype)
         form = (jnp.diag(variances) + gaps @ gaps.T) * on[:, None] * on[None]
@@ -160,15 +159,15 @@ class FedPAC(HeadThenBody):
 
 
 def pull(prototypes, strength, z, labels):
-    """strength times the mean squared gap to the prototypes of the rows' classes."""
+    """Return strength times the mean squared gap to the prototypes of the rows' classes."""
     return strength * jnp.mean((z - prototypes[labels]) ** 2)
 
 
 def least_on_simplex(form, present):
-    """a on the simplex, zero where not present, that minimises a^T form a; `form` is positive definite there.
+    """Return the a on the simplex, zero where not present, with least a^T form a; `form` is positive definite there.
 
-    Mehrotra's predictor-corrector method with the gradients' excess `z` over the price `top` of the sum. An absent
-    entry stands still at a = z = 1.
+    This is Mehrotra's predictor-corrector method with the gradients' excess `z` over the price `top` of the sum. An
+    absent entry stands still at a = z = 1.
     """
     epsilon = jnp.finfo(form.dtype).eps
     on = present.astype(form.dtype)
@@ -185,7 +184,7 @@ def least_on_simplex(form, present):
         factors = lu_factor(matrix.astype(form.dtype))
 
         def move(products):
-            """The step towards feasibility and this change of the products a z."""
+            """Return the step towards feasibility and towards this change of the products a z."""
             right = jnp.append(on * (products - a * missing), 1 - on @ a)
             solution = lu_solve(factors, right)
             da, dtop = solution[:-1], solution[-1]

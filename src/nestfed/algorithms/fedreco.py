@@ -43,7 +43,7 @@ from nestfed.core.settings import setting, static, struct
 
 @struct
 class FedReCo(HeadThenBody):
-    """Personalised: own models, their representations pulled towards a common one that only the server moves."""
+    """Pulls the representations of the clients' own models towards a common one that only the server moves."""
 
     coupling: float = setting("lambda: strength of the pull is lambda / 2", default=0.01, at_least=0)
     server_lr: float = setting("eta_0: step size of the common extractor", default=0.001, above=0)
@@ -95,7 +95,7 @@ class FedReCo(HeadThenBody):
 
 @struct
 class FedReCoPVR(FedReCo):
-    """Personalised: FedReCo with less variance in the pull, by one batch at two points and a pass over all rows."""
+    """Runs FedReCo with less variance in the pull, by one batch at two points and a pass over all rows."""
 
     server_grad: str = setting("what a client sends: a gradient on all its rows", default="full", choices=("full",),
                                static=True)  # fmt: skip

@@ -29,7 +29,7 @@ from nestfed.core.settings import struct
 
 @struct
 class FedRep(HeadThenBody):
-    """Personalised: a common extractor, and heads that stay with their clients."""
+    """Trains a common extractor, and heads that stay with their clients."""
 
     class State(NamedTuple):
         u: Shared
@@ -46,7 +46,7 @@ class FedRep(HeadThenBody):
 
 @struct
 class FedBABU(PersonalMethod):
-    """Personalised: a common extractor trained with a head that never moves; heads are fine-tuned afterwards."""
+    """Trains a common extractor with a head that never moves; heads are fine-tuned afterwards."""
 
     class State(NamedTuple):
         u: Shared

@@ -37,7 +37,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class GCIVR(Algorithm):
-    """Compositional: recursive estimates of inner value, Jacobian and gradient, exchanged in every step."""
+    """Keeps recursive estimates of inner value, Jacobian and gradient, which are exchanged in every step."""
 
     lr: float = setting("eta: step size", above=0)
     refresh_batches: int = setting("batches of the epoch's first step", default=10, at_least=1, static=True)
@@ -52,9 +52,9 @@ class GCIVR(Algorithm):
 
     class State(NamedTuple):
         x: Shared
-        x_prev: Scratch  # x': where the estimates are
+        x_prev: Scratch  # x': the point to which the estimates belong
         y: Scratch  # Y: estimate of g(x')
-        jacobian: Scratch  # Z: of its Jacobian [m, d]
+        jacobian: Scratch  # Z: estimate of its Jacobian [m, d]
         w: Scratch  # W: of grad h(x')
         projections: Server  # how often y left the domain of f
 
@@ -92,12 +92,12 @@ class GCIVR(Algorithm):
 
 
 def estimates(problem, x, sample):
-    """(inner value, its Jacobian, gradient of `extra` or None) on one batch."""
+    """Return (inner value, its Jacobian, gradient of `extra` or None) on one batch."""
     return *problem.inner_jacobian(x, sample), problem.grad_extra(x, sample) if problem.has_extra else None
 
 
 def each(function, *trees):
-    """function on the numbers of trees; Scaled ones know their own arithmetic."""
+    """Apply a function to the numbers of trees; Scaled ones know their own arithmetic."""
     return jax.tree.map(function, *trees, is_leaf=is_scaled)
 
 
@@ -106,14 +106,14 @@ def plus(one, other):
 
 
 def pulled_back(jacobian, slope):
-    """Jacobian^T slope; of Scaled ones only the sum of the exponents is exponentiated."""
+    """Return Jacobian^T slope; of Scaled numbers only the sum of the exponents is exponentiated."""
     if not is_scaled(slope):
         return jnp.dot(slope, jacobian, precision="highest")
     return jnp.dot(slope.value, jacobian.value, precision="highest") * jnp.exp(slope.shift + jacobian.shift)
 
 
 def depends_on_sample(function, sample: Sample) -> bool:
-    """Does any of the sample's numbers enter the result?"""
+    """Tell whether any of the sample's numbers enters the result."""
     jaxpr = jax.make_jaxpr(function)(sample).jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return any(used)

@@ -44,7 +44,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class LocalSCGD(Algorithm):
-    """Compositional, every client its own composition: running estimates of the inner functions, averaged with x."""
+    """Follows every client's own composition with running estimates of the inner functions, averaged with x."""
 
     lr: float = setting("gamma: step size of x", above=0)
     inner_lr: float = setting(
@@ -73,12 +73,12 @@ class LocalSCGD(Algorithm):
         return self.synchronised(problem, self.State(x, u), fed)
 
     def track(self, problem, s, draw, fed):
-        """(the new estimate of the inner value, the gradient with it)."""
+        """Return (the new estimate of the inner value, the gradient with it)."""
         rate = at(self.inner_lr, fed.t)
         return self.compose(problem, s.x, draw, lambda value: (1 - rate) * s.u + rate * value)
 
     def compose(self, problem, x, draw, blend):
-        """(what `blend` makes of the batch's inner value, the gradient with it)."""
+        """Return (what `blend` makes of the batch's inner value, the gradient with it)."""
         value, pull = problem.inner_vjp(x, draw(0))
         u = blend(value)
         return u, problem.composed_gradient(x, pull, u, draw(1))
@@ -92,7 +92,7 @@ class LocalSCGD(Algorithm):
 
 @struct
 class LocalSCGDM(LocalSCGD):
-    """Local-SCGD with a running estimate of the gradient as well."""
+    """Runs Local-SCGD with a running estimate of the gradient as well."""
 
     momentum_lr: float = setting(
         "b: step of the momentum towards the gradient; 1 is the gradient", default=0.5, above=0, at_most=1
@@ -119,7 +119,7 @@ class LocalSCGDM(LocalSCGD):
 
 @struct
 class LocalSCGDConditional(LocalSCGD):
-    """Conditional, with one estimate of the inner value for all outer samples: to be compared with, it is biased."""
+    """Keeps one estimate of the inner value for all outer samples: it is biased and there to be compared with."""
 
     family = "conditional"
     scope = None
@@ -132,4 +132,4 @@ class LocalSCGDConditional(LocalSCGD):
 
 @struct
 class LocalSCGDMConditional(LocalSCGDConditional, LocalSCGDM):
-    """Local-SCGDM for conditional problems in the same way."""
+    """Runs Local-SCGDM on conditional problems in the same way."""

@@ -31,7 +31,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class MBSGD(Algorithm):
-    """Compositional: the clients' inner values and gradients are averaged in every step."""
+    """Averages the clients' inner values and gradients in every step."""
 
     lr: float = setting("eta: step size", above=0)
     plugin: str = setting(
@@ -63,7 +63,7 @@ class MBSGD(Algorithm):
 
 @struct
 class Unconstrained(Algorithm):
-    """Compositional, baseline: descends the ordinary average loss (`extra`) and ignores the composition."""
+    """Descends the ordinary average loss (`extra`) and ignores the composition; a baseline."""
 
     lr: float = setting("eta: step size", above=0)
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)

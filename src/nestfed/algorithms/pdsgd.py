@@ -33,7 +33,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class PDSGD(Algorithm):
-    """Constrained: primal-dual steps on one random constraint at a time."""
+    """Takes primal-dual steps on one random constraint at a time."""
 
     lr: float = setting("alpha: step size of x", above=0)
     penalty: float = setting("rho: of the augmented Lagrangian", default=0.1, above=0)

@@ -29,7 +29,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class Scaffold(Algorithm):
-    """SCAFFOLD: local steps corrected by control variates."""
+    """Corrects local steps by control variates, so that they do not drift."""
 
     lr: float = setting("eta: local step size", above=0)
     server_lr: float = setting("eta_g: server step size", default=1.0, above=0)

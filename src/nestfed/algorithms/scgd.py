@@ -26,7 +26,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class SCGD(Algorithm):
-    """Compositional: a running estimate of the inner function; values and gradients are pooled in every step."""
+    """Keeps a running estimate of the inner function; values and gradients are pooled in every step."""
 
     lr: float | PowerDecay = setting("alpha_t: step size of x", default=PowerDecay(scale=1.0, power=3 / 4), above=0)
     beta: float | PowerDecay = setting(

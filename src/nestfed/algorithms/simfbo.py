@@ -31,7 +31,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class SimFBO(Algorithm):
-    """Bilevel with one global lower problem: x, y and z in a single loop, one exchange per round."""
+    """Moves x, y and z of one global lower problem in a single loop, with one exchange per round."""
 
     lr: float = setting("eta_x: local step size of x", above=0)
     lower_lr: float = setting("eta_y: local step size of y", above=0)
@@ -80,7 +80,7 @@ class SimFBO(Algorithm):
         return self.State(x, y, z, q)
 
     def average(self, q, fed):
-        """(averaged directions, factor of the server steps)."""
+        """Return (averaged directions, factor of the server steps)."""
         return fed.mean(q), 1
 
     def project(self, z):
@@ -90,7 +90,7 @@ class SimFBO(Algorithm):
 
 @struct
 class ShroFBO(SimFBO):
-    """SimFBO with directions normalised by each client's number of steps."""
+    """Runs SimFBO with directions normalised by each client's number of steps."""
 
     def average(self, q, fed):
         if fed.own_steps is None:

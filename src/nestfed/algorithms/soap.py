@@ -33,7 +33,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class SOAP(Algorithm):
-    """Conditional, outer samples known by number: local steps with a running inner estimate for each of them."""
+    """Takes local steps with a running inner estimate for each outer sample, which it knows by number."""
 
     lr: float = setting("eta: step size", above=0)
     beta: float = setting("gamma: weight of the new inner value", default=0.1, above=0, at_most=1)
