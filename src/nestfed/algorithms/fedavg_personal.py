@@ -1,4 +1,4 @@
-"""FedAvg of a whole model, and local training only: what personalised methods are measured against.
+"""FedAvg of a whole model, and training of every client alone: personalised methods are measured against both.
 
 Problem   min over (u, v) of mean_k loss_k(u, v), and min over each (u_k, v_k) of loss_k(u_k, v_k).
 
@@ -8,9 +8,11 @@ Step at client k:
 
 Why    The common model is what all could have without personal parts; a model trained alone is what each client could
        have without the others. FedAvg with fine-tuning, a strong rival of personalised methods, is the common model
-       after some steps on the client's own rows: LocalOnly from there, or `nestfed.personal.fine_tuned` in a metric.
-Ref.   McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017.
-Departures  None but those of `fedavg`.
+       after some steps on the client's own rows: run LocalOnly from there, or fine-tune in a metric
+       (`nestfed.personalise`).
+Ref.   McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-efficient learning of deep networks from
+       decentralized data", AISTATS 2017, arXiv:1602.05629.
+Departures  There are none but those of `fedavg`.
 """
 
 from typing import NamedTuple
@@ -23,7 +25,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class WholeModel(PersonalMethod):
-    """Steps of extractor and head together, from the common start."""
+    """Trains extractor and head together, from the common start."""
 
     def init(self, problem, params, draw, fed):
         u, v = params
@@ -36,7 +38,7 @@ class WholeModel(PersonalMethod):
 
 @struct
 class LocalOnly(WholeModel):
-    """Personalised: every client trains alone, from the common start; nothing is exchanged."""
+    """Trains every client alone, from the common start; nothing is exchanged."""
 
     trains: str = setting(
         "what is trained: all, or the head alone", default="all", choices=("all", "head"), static=True
@@ -54,7 +56,7 @@ class LocalOnly(WholeModel):
 
 @struct
 class FedAvgWhole(WholeModel):
-    """Personalised: one model for all by FedAvg, extractor and head alike."""
+    """Trains one model for all by FedAvg, extractor and head alike."""
 
     class State(NamedTuple):
         u: Shared

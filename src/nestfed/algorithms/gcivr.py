@@ -2,22 +2,23 @@
 
 Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k,  f the same for all.
 
-Round (an epoch), every step one exchange of d + m (d + 1) numbers (2 more for Scaled values):
+Round (an epoch); every step has one exchange of d + m (d + 1) numbers (2 more for Scaled values):
   first step   Y, Z, W = means over clients and `refresh_batches` batches of  g_k(x), J g_k(x), grad h_k(x)
   other steps  Y  <- Y + mean_k [g_k(x) - g_k(x')],  and likewise Z and W;  one batch at both points, x' the last x
   all steps    Y into the domain of f;   x' = x;   x <- x - lr (W + Z^T grad f(Y))
 
-Why    Two evaluations of one batch have nearly the same noise, so their difference hardly any: the estimates stay as
-       good as the large batch made them, at the price of small ones. All clients hold the same numbers; nothing drifts.
-       The price is a Jacobian in every exchange.
-Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental variance reduction", NeurIPS 2019. The
-       released code never renews the estimates; its Z is the change of the Jacobian since the start.
+Why    Two evaluations of one batch have nearly the same noise, so their difference has hardly any: the estimates stay
+       as good as the large batch made them, at the price of small batches. All clients hold the same numbers, so
+       nothing drifts. In return there is a Jacobian in every exchange.
+Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental variance reduction", NeurIPS 2019,
+       arXiv:1906.10186. The released code never renews the estimates; its Z is the change of the Jacobian since the
+       start.
 Departures
   * The paper is centralised, with large batches of n rows and small ones of sqrt(n), and returns a random iterate:
     `simulate(..., output="random")`. Here the large batch is refresh_batches times the small one.
-  * With few clients a renewed estimate knows only the cohort's: the limit is where the mean over cohorts S of
-    Z_S^T grad f(Y_S) is zero, another point than the solution.
-  * The recursion can leave the domain of f, which is projected and noted; for the mean of exponentials with small
+  * With few clients a renewed estimate knows only the cohort's clients: the limit is where the mean over cohorts S of
+    Z_S^T grad f(Y_S) is zero, which is another point than the solution.
+  * The recursion can leave the domain of f, which is projected, which is noted; for the mean of exponentials with small
     batches that happens often, and the bound of `bound_slope` does not apply to a sum of Jacobians. Take many batches.
 """
 
@@ -36,7 +37,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class GCIVR(Algorithm):
-    """Compositional: recursive estimates of inner value, Jacobian and gradient, exchanged in every step."""
+    """Keeps recursive estimates of inner value, Jacobian and gradient, which are exchanged in every step."""
 
     lr: float = setting("eta: step size", above=0)
     refresh_batches: int = setting("batches of the epoch's first step", default=10, at_least=1, static=True)
@@ -51,9 +52,9 @@ class GCIVR(Algorithm):
 
     class State(NamedTuple):
         x: Shared
-        x_prev: Scratch  # x': where the estimates are
+        x_prev: Scratch  # x': the point to which the estimates belong
         y: Scratch  # Y: estimate of g(x')
-        jacobian: Scratch  # Z: of its Jacobian [m, d]
+        jacobian: Scratch  # Z: estimate of its Jacobian [m, d]
         w: Scratch  # W: of grad h(x')
 
     def init(self, problem, params, draw, fed):
@@ -91,12 +92,12 @@ class GCIVR(Algorithm):
 
 
 def estimates(problem, x, sample):
-    """(inner value, its Jacobian, gradient of `extra` or None) on one batch."""
+    """Return (inner value, its Jacobian, gradient of `extra` or None) on one batch."""
     return *problem.inner_jacobian(x, sample), problem.grad_extra(x, sample) if problem.has_extra else None
 
 
 def each(function, *trees):
-    """function on the numbers of trees; Scaled ones know their own arithmetic."""
+    """Apply a function to the numbers of trees; Scaled ones know their own arithmetic."""
     return jax.tree.map(function, *trees, is_leaf=is_scaled)
 
 
@@ -105,7 +106,7 @@ def plus(one, other):
 
 
 def pulled_back(jacobian, slope):
-    """Jacobian^T slope; of Scaled ones only the sum of the exponents is exponentiated."""
+    """Return Jacobian^T slope; of Scaled numbers only the sum of the exponents is exponentiated."""
     if not is_scaled(slope):
         return jnp.dot(slope, jacobian, precision="highest")
     return jnp.dot(slope.value, jacobian.value, precision="highest") * jnp.exp(slope.shift + jacobian.shift)

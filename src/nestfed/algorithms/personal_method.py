@@ -21,7 +21,7 @@ def clip_together(parts, limit):
 
 
 def count_classes(problem, u, v, sample) -> int:
-    """The number of classes, from the shape of the outputs."""
+    """Return the number of classes, from the shape of the outputs."""
     inputs, labels = sample.batch
     outputs = jax.eval_shape(lambda: problem.outputs(u, v, inputs, sample.key))
     if outputs.ndim != 2 or not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -50,7 +50,7 @@ class PersonalMethod(Algorithm):
 
 @struct
 class HeadThenBody(PersonalMethod):
-    """Rounds in which a client trains its head with the extractor fixed, then the extractor with the head fixed."""
+    """Lets a client train its head with the extractor fixed, then the extractor with the head fixed, in every round."""
 
     head_lr: float | None = setting("eta_v: step size of the head; None means lr", default=None, above=0)
     head_steps: int = setting("K_v: steps of the head per round", default=1, at_least=0, static=True)
@@ -72,9 +72,9 @@ class HeadThenBody(PersonalMethod):
         return self.synchronise(problem, s, draw, fed) if fed.sync else s
 
     def direction(self, problem, s, draw, fed):
-        """The gradient along which the extractor goes."""
+        """Return the gradient along which the extractor goes."""
         return problem.grad_extractor(s.u, s.v, draw(0))
 
     def synchronise(self, problem, s, draw, fed):
-        """What follows the round's last step."""
+        """Do what follows the round's last step."""
         raise UserError(f"{type(self).__name__} must define synchronise(problem, s, draw, fed).")
