@@ -21,12 +21,12 @@ from nestfed.problems.ranking import AveragePrecision, ranked
 from nestfed.report import figures
 from nestfed.report.page import render
 from nestfed.report.record import Record
-from nestfed.workbench.options import AuprcOptions
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
 from nestfed.workbench.scenarios.auprc import EVERYBODY, Auprc, area_under_curve, average_precision
 from nestfed.workbench.scenarios.tabular import mean_loss
 from nestfed.workbench.stages import Budget, set_up, sweep_method
+from nestfed.workbench.task_options import AuprcOptions
 
 ROOT = Path(__file__).parent.parent
 

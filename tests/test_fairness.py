@@ -15,11 +15,11 @@ from nestfed.core.task import Task
 from nestfed.data import TRAIN
 from nestfed.models import Perceptron
 from nestfed.problems.hypergradients import Dense
-from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.scenarios import fairness
 from nestfed.workbench.scenarios.fair_problems import GroupWeights, WeightedRisk, soft_gap
 from nestfed.workbench.scenarios.fairness import Fairness, rates
 from nestfed.workbench.stages import Budget, best_changes, run_method, set_up, sweep_method
+from nestfed.workbench.task_options import FairnessOptions
 
 STEPS = 20
 

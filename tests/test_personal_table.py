@@ -16,11 +16,11 @@ from nestfed.core.algorithm import Sample
 from nestfed.data import TEST, TRAIN
 from nestfed.report.record import Record
 from nestfed.uploads.privacy import LocalDP
-from nestfed.workbench.options import PersonalOptions
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import ClientModels, TabularModel
 from nestfed.workbench.scenarios.personal import METHODS, BinaryClasses, Personal, from_the_start
 from nestfed.workbench.stages import Budget, run_method, set_up, sweep_method
+from nestfed.workbench.task_options import PersonalOptions
 
 NAMES = ("north", "south", "harbour")
 KEY = jax.random.key(0)

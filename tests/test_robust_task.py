@@ -23,11 +23,11 @@ from nestfed.data import TEST, TRAIN, VALIDATION, federate, read_table
 from nestfed.problems.toys import quadratics
 from nestfed.report.record import Record
 from nestfed.verbs.history import rise_of
-from nestfed.workbench.options import RobustOptions
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
 from nestfed.workbench.scenarios.robust import ADVERSARIES, Pool, Robust, measures, robust_loss
 from nestfed.workbench.stages import Budget, best_changes, set_up, sweep_method
+from nestfed.workbench.task_options import RobustOptions
 
 PENALTY = 1e-3
 

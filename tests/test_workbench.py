@@ -19,11 +19,11 @@ from sklearn.metrics import roc_auc_score
 import nestfed
 from nestfed import cli, workbench
 from nestfed.report.record import Record
-from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenario import Scenario
 from nestfed.workbench.scenarios.fairness import Fairness
 from nestfed.workbench.scenarios.tabular import TabularModel, area_under_roc
+from nestfed.workbench.task_options import FairnessOptions
 
 BYTES = jnp.zeros(()).dtype.itemsize  # of a number
 SMALL = {"data": "german", "steps": 20, "evaluations": 4}

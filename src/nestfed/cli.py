@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 something that was given is wrong, 2 the command line is wrong, 3 a method diverged in every seed,
 130 interrupted. Help and shell completion import nothing that is slow: what a task may be asked for is described in
-`nestfed.workbench.options`, and `nestfed.workbench` loads its verbs when they are called.
+`nestfed.workbench.task_options`, and `nestfed.workbench` loads its verbs when they are called.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from nestfed import workbench
 from nestfed.core.settings import UserError
 from nestfed.workbench.fields import Option, flatten, merge_file, options_of, parse_pair, parse_value, read_settings
-from nestfed.workbench.options import (
+from nestfed.workbench.task_options import (
     DATA,
     PRIVACY,
     TASK,
     TASKS,
     TRAINING,
     USUAL_TASK,
-    RunOptions,
+    CommonOptions,
     TabularOptions,
     find_task,
 )
@@ -113,7 +113,7 @@ class TaskCommand(TyperCommand):
     """A verb about one task: its flags are the options of the task and those of every run."""
 
     def __init__(self, verb: "Verb", task: type[TabularOptions]):
-        self.verb, self.task, self.options = verb, task, options_of(task) | options_of(RunOptions)
+        self.verb, self.task, self.options = verb, task, options_of(task) | options_of(CommonOptions)
         options = sorted(self.options.values(), key=lambda option: PANELS.index(option.panel))
         file = TyperArgument(param_decls=["file"], required=False, metavar="[FILE.toml]")
         file.help = "Settings of a file; flags win over them."  # some versions of click forget it in the constructor

@@ -1,8 +1,8 @@
 """The verbs of the command line, in Python: run, sweep, compare, report, cost_table, describe_data.
 
 Each takes the name of a task and plain settings; those that train leave a folder of files, and return an object with
-its tables. The settings are the options of every run (`RunOptions`) and those of the task (`RobustOptions` and the
-others in `options.py`), which `nestfed run TASK --help` shows.
+its tables. The settings are the options of every run (`CommonOptions`) and those of the task (`RobustOptions` and the
+others in `task_options.py`), which `nestfed run TASK --help` shows.
 """
 
 import collections
@@ -28,7 +28,6 @@ from nestfed.report.studies import sweep_figure
 from nestfed.verbs.cost import measure
 from nestfed.verbs.simulation import start
 from nestfed.workbench.fields import options_of, read_settings
-from nestfed.workbench.options import DATA, TASKS, USUAL_TASK
 from nestfed.workbench.request import Request
 from nestfed.workbench.results import make_record
 from nestfed.workbench.stages import (
@@ -42,6 +41,7 @@ from nestfed.workbench.stages import (
     sweep_method,
 )
 from nestfed.workbench.study import Search, Stopped, Study
+from nestfed.workbench.task_options import DATA, TASKS, USUAL_TASK
 
 RUNS = Path("runs")
 Tables = list[tuple[str, pd.DataFrame]]  # with their titles

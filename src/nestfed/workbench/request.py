@@ -8,16 +8,16 @@ from typing import Any
 from nestfed.core.settings import UserError, suggest
 from nestfed.uploads.privacy import CentralDP, Guarantee, LocalDP
 from nestfed.workbench.fields import options_of
-from nestfed.workbench.options import DELTA, NEIGHBOURS, PRIVACY, TASKS, USUAL_TASK, RunOptions, find_task
 from nestfed.workbench.scenario import Scenario
 from nestfed.workbench.scenarios import SCENARIOS
 from nestfed.workbench.stages import Budget
+from nestfed.workbench.task_options import DELTA, NEIGHBOURS, PRIVACY, TASKS, USUAL_TASK, CommonOptions, find_task
 
 GUARANTEES: dict[str, type[Guarantee]] = {"local": LocalDP, "central": CentralDP}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request(RunOptions):
+class Request(CommonOptions):
     """A run as the user asked for it; what a TOML file may say is exactly this and the options of the task."""
 
     task: str = USUAL_TASK
@@ -27,7 +27,7 @@ class Request(RunOptions):
     def of(cls, settings: Mapping[str, Any]) -> "Request":
         """From flat settings: those of every run, and options of the task that they name."""
         task = find_task(settings.get("task", USUAL_TASK))
-        of_task, of_run = options_of(TASKS[task]), options_of(RunOptions)
+        of_task, of_run = options_of(TASKS[task]), options_of(CommonOptions)
         given = {name: value for name, value in settings.items() if value is not None and name != "task"}
         for name in given:
             if name not in of_task and name not in of_run:
@@ -71,14 +71,14 @@ class Request(RunOptions):
                 "the last one is there: leave output out."
             )
         known = [field.name for field in dataclasses.fields(Budget)]
-        shared = {name: getattr(self, name) for name in options_of(RunOptions) if name in known}
+        shared = {name: getattr(self, name) for name in options_of(CommonOptions) if name in known}
         return Budget(**{**shared, "privacy": self.guarantee})
 
     @property
     def guarantee(self) -> Guarantee | None:
         """The differential privacy that was asked for."""
         if self.privacy is None:
-            for name, option in options_of(RunOptions).items():
+            for name, option in options_of(CommonOptions).items():
                 if option.panel == PRIVACY and getattr(self, name) is not None:
                     raise UserError(f"{name} was given without privacy; say who is trusted: privacy local or central.")
             return None
@@ -107,7 +107,7 @@ class Request(RunOptions):
     def settings(self) -> dict[str, Any]:
         """As a TOML file says it."""
         said = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
-        for name, option in options_of(RunOptions).items():
+        for name, option in options_of(CommonOptions).items():
             value = getattr(self, name)
             if name not in said and value != option.default and value != {}:
                 said[name] = value
@@ -118,6 +118,6 @@ class Request(RunOptions):
         seeds = self.seed_list
         first = seeds == list(range(len(seeds)))
         said = self.settings() | {"seeds": len(seeds) if first else seeds}
-        options = options_of(RunOptions) | options_of(TASKS[self.task])
+        options = options_of(CommonOptions) | options_of(TASKS[self.task])
         words = [options[name].words(value) for name, value in said.items() if name != "task"]
         return shlex.join(["nestfed", verb, self.task, *(word for some in words for word in some)])

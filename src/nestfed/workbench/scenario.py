@@ -17,7 +17,7 @@ from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError, suggest
 from nestfed.core.task import Task
 from nestfed.report.metrics import Chart, Metric
-from nestfed.workbench.options import TabularOptions
+from nestfed.workbench.task_options import TabularOptions
 
 Setup = TypeVar("Setup")  # one seed's data, as a scenario makes it
 

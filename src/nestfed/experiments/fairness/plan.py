@@ -27,7 +27,6 @@ from nestfed.experiments.verdicts import Claim, all_above, all_below, at_level, 
 from nestfed.report import figures, studies, tables, write_report
 from nestfed.report.record import Record
 from nestfed.report.statistics import finished, paired
-from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.results import make_record
 from nestfed.workbench.scenario import Method
 from nestfed.workbench.scenarios.fairness import Fairness
@@ -43,6 +42,7 @@ from nestfed.workbench.stages import (
     sweep_method,
     sweep_next_stage,
 )
+from nestfed.workbench.task_options import FairnessOptions
 
 GRID = [0.001, 0.01, 0.1, 1.0]
 METHODS = ("fedavg", "fedreg", "fedminmax", "fcfl", "fedbio", "fedbioacc")

@@ -27,7 +27,6 @@ from nestfed.data import TEST, TRAIN, Federated
 from nestfed.models import Perceptron
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision, ranked
 from nestfed.report.metrics import Chart, Metric
-from nestfed.workbench.options import AuprcOptions
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,
@@ -45,6 +44,7 @@ from nestfed.workbench.scenarios.tabular import (
     single_level,
     table_rows,
 )
+from nestfed.workbench.task_options import AuprcOptions
 
 EVERYBODY = "all clients"
 PANELS = 12  # lines of all clients together and of those with most positives

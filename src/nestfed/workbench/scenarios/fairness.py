@@ -24,7 +24,6 @@ from nestfed.core.settings import static, struct
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN, VALIDATION
 from nestfed.report.metrics import Metric
-from nestfed.workbench.options import FairnessOptions
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.fair_problems import (
     DisparityLimit,
@@ -45,6 +44,7 @@ from nestfed.workbench.scenarios.tabular import (
     part_of,
     single_level,
 )
+from nestfed.workbench.task_options import FairnessOptions
 
 # ------------------------------------------------------------------------------------------------- the task
 

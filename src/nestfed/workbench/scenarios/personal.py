@@ -24,7 +24,6 @@ from nestfed.models import Perceptron, dense, hidden_features
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
 from nestfed.verbs.personalise import PersonalTask, spread
-from nestfed.workbench.options import PersonalOptions
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
@@ -37,6 +36,7 @@ from nestfed.workbench.scenarios.tabular import (
     save_model,
     table_rows,
 )
+from nestfed.workbench.task_options import PersonalOptions
 
 # ------------------------------------------------------------------------------------------------- the task
 

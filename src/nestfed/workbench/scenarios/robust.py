@@ -27,7 +27,6 @@ from nestfed.data import TRAIN
 from nestfed.problems import Compositional, worst_case
 from nestfed.problems.robust import KL, ChiSquare, CVaR
 from nestfed.report.metrics import Metric
-from nestfed.workbench.options import RobustOptions
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,
@@ -43,6 +42,7 @@ from nestfed.workbench.scenarios.tabular import (
     mean_loss,
     single_level,
 )
+from nestfed.workbench.task_options import RobustOptions
 
 DECILE = 0.1
 UNDECIDED = math.log(2)  # the loss of a model that knows nothing: where the threshold of CVaR starts

@@ -31,8 +31,8 @@ from nestfed.data.table import check_column
 from nestfed.models import Perceptron, model_named
 from nestfed.problems.base import Problem
 from nestfed.problems.robust import MeanLoss
-from nestfed.workbench.options import TabularOptions
 from nestfed.workbench.scenario import Method, Scenario, Stage
+from nestfed.workbench.task_options import TabularOptions
 
 PARTS = ("train", "validation", "test")
 ROWS_AT_ONCE = 1024  # of a client, in an evaluation

@@ -34,7 +34,7 @@ def locate(data: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions(OptionSet):
+class CommonOptions(OptionSet):
     """What every run has, whatever its task."""
 
     algorithm: tuple[str, ...] | None = option(
