@@ -19,17 +19,11 @@ class UserError(ValueError):
     exit_code: ClassVar[int] = 1  # of a command that ends with it
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, whatever its case."""
+def suggest(name: str, known: Iterable[str], text: str = "; did you mean {!r}?", otherwise: str = ".") -> str:
+    """The text with the known name that was probably meant, whatever its case; `otherwise` where none is like it."""
     lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(str(name).lower(), lower, n=1)
-    return lower[found[0]] if found else None
-
-
-def suggest(name: str, known: Iterable[str], text: str = "; did you mean {!r}?", otherwise: str = ".") -> str:
-    """The text with the known name that was probably meant; `otherwise` where none is like it."""
-    meant = closest(name, known)
-    return otherwise if meant is None else text.format(meant)
+    return text.format(lower[found[0]]) if found else otherwise
 
 
 def setting(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nestfed.core.settings import UserError, closest, setting, validate
+from nestfed.core.settings import UserError, setting, suggest, validate
 from nestfed.core.types import Array
 from nestfed.engine.cohorts import SAMPLINGS
 from nestfed.uploads.privacy import Uploads, transforms_of
@@ -118,8 +118,7 @@ def make_options(options: Options | None, changes: Mapping[str, Any]) -> Options
     """The options with these changes; a wrong name gets the nearest right one."""
     for name in changes:
         if name not in NAMES:
-            meant = closest(name, NAMES)
-            hint = f"; did you mean {meant!r}?" if meant else "."
+            hint = suggest(name, NAMES)
             raise UserError(f"there is no option {name!r}{hint} The options of a run are {', '.join(NAMES)}.")
     if options is not None and not isinstance(options, Options):
         raise UserError(f"options={options!r} was given; give an nestfed.Options(...), or options by name.")
