@@ -176,7 +176,7 @@ def test_two_stages_hand_the_weights_over(scenario, trials):
     assert (weights.name, model.name) == ("weights", "model")
     found = weights.history["weights"][-1]
     assert found.mean() == pytest.approx(1) and np.abs(found - 1).max() > 1e-3
-    problem = WeightedRisk(weights=jnp.asarray(found), groups=4, penalty=scenario.options.penalty)
+    problem = WeightedRisk(weights=jnp.asarray(found), penalty=scenario.options.penalty)
     again = nestfed.simulate(
         nestfed.make("fedavg", lr=0.1, local_steps=5), scenario.pose(setup, problem, setup.theta),
         seed=0, rounds=STEPS // 5,

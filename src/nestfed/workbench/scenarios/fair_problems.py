@@ -56,9 +56,8 @@ def soft_gap(model: Perceptron, theta: PyTree, rows: PyTree, groups: int) -> Arr
 # ------------------------------------------------------------------------------------------------- problems
 
 
-def weight_of(weights: Array, rows: PyTree, groups: int) -> Array:
-    """Every row's weight: one per group, or, if there are twice as many, one per group and label."""
-    by_label = weights.size == 2 * groups
+def weight_of(weights: Array, rows: PyTree, *, by_label: bool) -> Array:
+    """Every row's weight, where there is one per group or one per group and label."""
     return weights[2 * rows["group"] + rows["label"].astype(jnp.int32) if by_label else rows["group"]]
 
 
@@ -67,13 +66,13 @@ class WeightedRisk(SingleLevel):
     """mean of omega_a loss + (penalty / 2) |theta|^2; the weights omega are given."""
 
     weights: Array
-    groups: int = static()
+    by_label: bool = static(default=False)
     penalty: float = 1e-3
     model: Perceptron = static(default=Perceptron())
 
     def loss(self, theta, batch, key):
         rows = batch["train"]
-        weighted = weight_of(jnp.asarray(self.weights), rows, self.groups) * losses(self.model, theta, rows)
+        weighted = weight_of(jnp.asarray(self.weights), rows, by_label=self.by_label) * losses(self.model, theta, rows)
         return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
 
 
@@ -97,8 +96,8 @@ class GroupWeights(Bilevel):
     """Choose the weight of every group so that each client's weighted model does well on its balanced validation set.
 
     `form` says how the upper variable gives weights: "projected" (not negative, of mean 1, kept so after every step) or
-    "softmax" (their number x softmax). Beyond the paper: weights may be per group and label (a start of twice as many
-    numbers), and `gap` > 0 adds gap x (the soft gap of true positive rates on the validation batch) to the upper loss.
+    "softmax" (their number x softmax). Beyond the paper: weights may be per group and label (`by_label`), and `gap` > 0
+    adds gap x (the soft gap of true positive rates on the validation batch) to the upper loss.
     """
 
     groups: int = static()
@@ -106,9 +105,11 @@ class GroupWeights(Bilevel):
     gap: float = 0.0
     model: Perceptron = static(default=Perceptron())
     form: str = setting("projected or softmax", default="projected", choices=("projected", "softmax"), static=True)
+    by_label: bool = static(default=False)
 
-    def start(self, number: int) -> Array:
-        """The variable that gives this number of weights, all of them 1."""
+    def start(self) -> Array:
+        """The variable that gives weights of 1."""
+        number = self.groups * (2 if self.by_label else 1)
         return jnp.ones(number) if self.form == "projected" else jnp.zeros(number)
 
     def weights(self, x):
@@ -122,7 +123,7 @@ class GroupWeights(Bilevel):
 
     def lower(self, x, theta, batch, key):
         rows = batch["train"]
-        weighted = weight_of(self.weights(x), rows, self.groups) * losses(self.model, theta, rows)
+        weighted = weight_of(self.weights(x), rows, by_label=self.by_label) * losses(self.model, theta, rows)
         return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
 
     def project_x(self, x):

@@ -146,11 +146,11 @@ class FairnessSetup(TabularSetup):
 
 def weighted_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     """The model's own stage: group weights of 1, or those that the stage before found."""
-    weights = jnp.ones(setup.groups)
+    weights, by_label = jnp.ones(setup.groups), False
     if before is not None:
-        weights = before.problem.weights(before.server.x)
+        weights, by_label = before.problem.weights(before.server.x), before.problem.by_label
     penalty = scenario.options.penalty
-    problem = WeightedRisk(weights=weights, groups=setup.groups, penalty=penalty, model=setup.model)
+    problem = WeightedRisk(weights=weights, by_label=by_label, penalty=penalty, model=setup.model)
     return scenario.pose(setup, problem, setup.theta)
 
 
@@ -165,10 +165,10 @@ def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) ->
 def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     chosen = scenario.options
     problem = GroupWeights(
-        groups=setup.groups, penalty=chosen.penalty, gap=chosen.gap, model=setup.model, form=chosen.weight_form
-    )
-    start = problem.start(setup.groups * (2 if chosen.weigh == "group+label" else 1))
-    return scenario.pose(setup, problem, (start, setup.theta), task_class=GroupWeightsTask)
+        groups=setup.groups, penalty=chosen.penalty, gap=chosen.gap, model=setup.model, form=chosen.weight_form,
+        by_label=scenario.weighs_labels,
+    )  # fmt: skip
+    return scenario.pose(setup, problem, (problem.start(), setup.theta), task_class=GroupWeightsTask)
 
 
 def group_minimax(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
@@ -246,6 +246,11 @@ class Fairness(Tabular[FairnessSetup]):
     needs_group: ClassVar[bool] = True
     needs_positives: ClassVar[bool] = True
 
+    @property
+    def weighs_labels(self) -> bool:
+        """Does FedBiO weigh the two labels of a group apart?"""
+        return self.options.weigh == "group+label"
+
     def score(self, final: Mapping[str, float]) -> float:
         """The loss on the balanced validation sets, plus the gap there as far as the upper loss counts it."""
         return final["outer_loss"] + self.options.gap * final["validation_eqopp"]
@@ -284,6 +289,6 @@ class Fairness(Tabular[FairnessSetup]):
 
     def entries(self, metric: str, setup: FairnessSetup) -> list[str]:
         names = setup.data.group_names
-        if self.options.weigh == "group+label":
+        if self.weighs_labels:
             return [f"weight of {name}, label {label}" for name in names for label in (0, 1)]
         return [f"weight of {name}" for name in names]
