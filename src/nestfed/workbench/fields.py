@@ -33,7 +33,7 @@ def option(
     """A `setting` that a user gives by name.
 
     panel     under which heading help shows it
-    more      sentences for help, beyond the description
+    more      whole sentences for help, beyond the description
     usual     where the default is None: what happens then, as a value or text, or as a function of the task's record
     short     a second, short flag
     convert   the last step of reading a value
@@ -81,8 +81,9 @@ class Option:
     @property
     def help(self) -> str:
         """The description in sentences, with all that a user must know."""
-        said = [self.description, self.limits, self.more, "May be repeated" if self.is_repeated else ""]
-        return " ".join(f"{text[0].upper()}{text[1:].rstrip('.')}." for text in said if text)
+        said = [self.description, self.limits, "may be repeated" if self.is_repeated else ""]
+        sentences = [f"{text[0].upper()}{text[1:].rstrip('.')}." for text in said if text]
+        return " ".join([*sentences, self.more]).strip()
 
     @property
     def is_table(self) -> bool:
@@ -113,7 +114,7 @@ class Option:
         """A value as Python or a file says it, checked and converted."""
         if value is None and self.default is None:
             return None
-        fitting: Any = next((found for kind in self.kinds if (found := _fit(self.name, value, kind)) is not None), None)
+        fitting: Any = next((found for kind in self.kinds if (found := _fit(value, kind)) is not None), None)
         if fitting is None:
             wanted = [WORDS.get(typing.get_origin(kind) or kind, "a list") for kind in self.kinds]
             raise UserError(f"{self.name}={value!r} was given; it must be {' or '.join(wanted)}.")
@@ -173,7 +174,7 @@ def options_of(record: type) -> dict[str, Option]:
     }
 
 
-def _fit(name: str, value: Any, kind: Any) -> Any:
+def _fit(value: Any, kind: Any) -> Any:
     """The value as one of this kind, or None."""
     origin = typing.get_origin(kind) or kind
     if isinstance(value, bool) or origin is bool:
@@ -188,9 +189,9 @@ def _fit(name: str, value: Any, kind: Any) -> Any:
         return value if isinstance(value, Mapping) else None
     (entry, *_) = typing.get_args(kind)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        entries = [_fit(name, one, entry) for one in value]
+        entries = [_fit(one, entry) for one in value]
         return None if None in entries else tuple(entries)
-    alone = _fit(name, value, str) if entry is str else None  # one of what may be several
+    alone = _fit(value, str) if entry is str else None  # one of what may be several
     return None if alone is None else (alone,)
 
 
@@ -215,7 +216,10 @@ def merge_file(path: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path!r} was given where a TOML file may stand; a task comes before all options.")
     file, task = read_settings(path), flags["task"]
     if file.get("task", task) != task:
-        raise UserError(f"{path} is about the task {file['task']!r}, and {task!r} was given; leave the task out.")
+        raise UserError(
+            f"{path} is about the task {file['task']!r}, and this command about {task!r}; write the file in place of "
+            "the task, before all options."
+        )
     both = file.get("set", {})
     if isinstance(both, Mapping):
         both = flatten(both) | flags.get("set", {})

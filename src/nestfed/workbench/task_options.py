@@ -55,7 +55,7 @@ class CommonOptions(OptionSet):
         "how a cohort is drawn", panel=TRAINING, default="weights", choices=("weights", "uniform", "poisson"),
         more="weights: chances go with weights; uniform: all alike; poisson: each client by a coin of its own.",
     )  # fmt: skip
-    dropout: float = option("probability that a chosen client fails", panel=TRAINING, default=0.0, at_least=0)
+    dropout: float = option("probability that a chosen client fails", panel=TRAINING, default=0.0, at_least=0, below=1)
     evaluations: int = option("about so many evaluations per stage", panel=TRAINING, default=100, at_least=1)
     output: str | None = option(
         "which iterate counts", panel=TRAINING, choices=("last", "average", "random", "best"),
