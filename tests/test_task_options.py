@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 import typer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nestfed
@@ -215,7 +215,7 @@ def parse(command: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TASKS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None)
 def test_what_is_given_comes_back_from_a_file_and_from_a_command_line(name, data):
     request = Request.of(data.draw(requests(name)))
     said = request.settings()
