@@ -21,6 +21,7 @@ from nestfed import cli, workbench
 from nestfed.report.record import Record
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenario import Scenario
+from nestfed.workbench.scenarios import tabular
 from nestfed.workbench.scenarios.fairness import Fairness
 from nestfed.workbench.scenarios.tabular import TabularModel, area_under_roc
 from nestfed.workbench.task_options import FairnessOptions
@@ -258,6 +259,19 @@ def test_own_data_in_one_command(call, suffix, tmp_path):
     assert "positive means income = high" in out
     os.chdir("/")  # the settings name the file for good
     assert call("run", tmp_path / "mine" / "settings.toml", "--resume", "--quiet")[0] == 0
+
+
+def test_a_run_reads_its_data_and_its_settings_once(call, monkeypatch):
+    """Though the data are shown before training begins."""
+    table().to_csv("my.csv", index=False)
+    read, asked = tabular.read_table, Request.of
+    seen = []
+    monkeypatch.setattr(tabular, "read_table", lambda *given, **roles: [seen.append("data"), read(*given, **roles)][1])
+    monkeypatch.setattr(Request, "of", lambda settings: [seen.append("settings"), asked(settings)][1])
+    words = "--label income --positive high --group sex --clients region -a fedavg -a fedreg --seeds 2 --steps 5"
+    code, out, err = call("run", "fairness", "--data", "my.csv", *words.split(), "--out", "mine")
+    assert code == 0 and "positive means income = high" in out, err
+    assert seen == ["settings", "data"]
 
 
 MISTAKES = {

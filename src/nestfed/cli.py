@@ -186,7 +186,7 @@ class Verb(TyperGroup):
         return task, self.commands[task], args if is_file else args[1:]
 
 
-def about_a_task(*flags: TyperOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def add_verb(*flags: TyperOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function (settings, file, **flags) a verb about a task; its first line of help is that of every task."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -198,21 +198,21 @@ def about_a_task(*flags: TyperOption) -> Callable[[Callable[..., None]], Callabl
     return register
 
 
-def _own(*names: str, help: str, **more: Any) -> TyperOption:
+def _make_output_flag(*names: str, help: str, **more: Any) -> TyperOption:
     return TyperOption(param_decls=list(names), help=help, rich_help_panel=OUTPUT, **more)
 
 
-OUT = _own("--out", type=click.Path(path_type=Path), help=OUT_HELP)
-RESUME = _own("--resume", is_flag=True, help="Go on with the run in --out, or with that of the file.")
-JSON = _own("--json", "json_", is_flag=True, help=JSON_HELP)
-QUIET = _own("--quiet", "-q", is_flag=True, help=QUIET_HELP)
+OUT = _make_output_flag("--out", type=click.Path(path_type=Path), help=OUT_HELP)
+RESUME = _make_output_flag("--resume", is_flag=True, help="Go on with the run in --out, or with that of the file.")
+JSON = _make_output_flag("--json", "json_", is_flag=True, help=JSON_HELP)
+QUIET = _make_output_flag("--quiet", "-q", is_flag=True, help=QUIET_HELP)
 GRID = TyperOption(
     param_decls=["--grid"], multiple=True, metavar="KEY=VALUE,...", rich_help_panel=TRAINING,
     help="Values of a setting: lr=0.01,0.1,1. May be repeated.",
 )  # fmt: skip
 
 
-@about_a_task(OUT, RESUME, JSON, QUIET)
+@add_verb(OUT, RESUME, JSON, QUIET)
 def run(settings: dict[str, Any], file: str | None, out: Path | None, resume: bool, json_: bool, quiet: bool) -> None:
     """Train one or several methods on a task, write a folder with everything, and a report.
 
@@ -235,7 +235,7 @@ def run(settings: dict[str, Any], file: str | None, out: Path | None, resume: bo
     _run(settings, out=out, resume=resume, json_=json_, quiet=quiet)
 
 
-@about_a_task(GRID, OUT, JSON, QUIET)
+@add_verb(GRID, OUT, JSON, QUIET)
 def sweep(
     settings: dict[str, Any], file: str | None, grid: Sequence[str], out: Path | None, json_: bool, quiet: bool
 ) -> None:
@@ -260,7 +260,7 @@ def sweep(
         typer.echo(str(search.folder))
 
 
-@about_a_task(JSON)
+@add_verb(JSON)
 def cost(settings: dict[str, Any], file: str | None, json_: bool) -> None:
     """Show what every method of a task costs one client in a round: exchanges, bytes, oracle calls, samples.
 

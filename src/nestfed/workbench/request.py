@@ -1,6 +1,7 @@
 """What a user asks for: one flat table of settings, from keywords, flags or a TOML file, checked before it runs."""
 
 import dataclasses
+import functools
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -41,8 +42,9 @@ class Request(CommonOptions):
             **{name: value for name, value in given.items() if name in of_run},
         )
 
-    @property
+    @functools.cached_property
     def scenario(self) -> Scenario[Any]:
+        """The task with these options; it reads its data once."""
         # FCFL changes its rule after a share of all steps: with `rounds` given, they say how many there are.
         steps = {"steps": self.rounds} if self.rounds else {}
         return SCENARIOS[self.task](TASKS[self.task](**{**self.options, **steps}))
