@@ -109,6 +109,7 @@ def test_help_says_what_happens_where_nothing_is_given():
     "words, message",
     [
         (["run", "fairness", "--strength", "2"], "no setting 'strength' for the task fairness, only for robust;"),
+        (["run", "robust", "--no-full-batch"], "no setting 'full_batch' for the task robust, only for fairness;"),
         (["run", "--strength", "2"], "no setting 'strength' for the task fairness, only for robust;"),
         (["cost", "robust", "--weigh", "group"], "no setting 'weigh' for the task robust, only for fairness;"),
         (["sweep", "personal", "--batch-positives", "2"], "no setting 'batch_positives' for the task personal, only"),
@@ -117,7 +118,7 @@ def test_help_says_what_happens_where_nothing_is_given():
 def test_a_flag_of_another_task_is_refused_in_one_line(words, message):
     code, _, err = start(*words)
     assert code == 1 and message in err and len(err.strip().splitlines()) == 1
-    assert f"`nestfed {words[0]} " in err and "--help` shows those that there are." in err
+    assert "`nestfed run " in err and "--help` shows those that there are." in err
 
 
 def test_a_flag_of_no_task_gets_the_nearest_one():
@@ -152,7 +153,8 @@ def test_a_file_names_its_task_and_no_other_command_takes_it(tmp_path):
         ({"full_batch": 1}, "full_batch=1 was given; it must be true or false."),
         ({"dropout": 1.0}, "dropout=1.0 was given, but dropout .* must be below 1"),
         ({"weigh": None, "drop": 3.5, "seeds": "3"}, "seeds='3' was given; it must be a whole number or a list."),
-        ({"strength": 1.0}, "there is no setting 'strength' for the task fairness"),
+        ({"strength": 1.0}, "there is no setting 'strength' for the task fairness, only for robust; `nestfed run"),
+        ({"strenth": 1.0, "task": "robust"}, "no setting 'strenth' for the task robust; did you mean 'strength'?"),
     ],
 )
 def test_what_is_wrong_is_said_wherever_it_comes_from(given, message):

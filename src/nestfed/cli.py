@@ -34,6 +34,7 @@ from nestfed.workbench.task_options import (
     CommonOptions,
     TabularOptions,
     find_task,
+    refuse,
 )
 
 OUTPUT = "Output"
@@ -85,10 +86,8 @@ class Choice(click.ParamType):
 
 def make_flag(option: Option, task: type[TabularOptions]) -> TyperOption:
     """The flag of an option, as this task has it."""
-    names, switch = [option.name, option.flag], option.hint is bool
-    if switch:
-        names[1] += f"/{option.off_flag}"
-    elif option.short is not None:
+    names, switch = [option.name, "/".join(option.flags)], option.hint is bool
+    if option.short is not None:
         names.append(option.short)
     kinds, metavar = list(option.kinds), None
     if option.is_table:
@@ -139,14 +138,11 @@ class TaskCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name = error.option_name.lstrip("-").replace("-", "_")
-            owners = [task for task, record in TASKS.items() if name in options_of(record)]
-            if not owners:
+            others = [option for task in TASKS.values() for option in options_of(task).values()]
+            name = next((option.name for option in others if error.option_name in option.flags), None)
+            if name is None:
                 raise
-            raise UserError(
-                f"there is no setting {name!r} for the task {self.task.name}, only for {', '.join(owners)}; "
-                f"`nestfed {self.verb.name} {self.task.name} --help` shows those that there are."
-            ) from None
+            raise refuse(name, self.task.name) from None
 
 
 class Verb(TyperGroup):

@@ -68,6 +68,11 @@ class Option:
         return f"--no-{self.name.replace('_', '-')}"
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """All that a command line may write for it, beside a short one."""
+        return (self.flag, self.off_flag) if self.hint is bool else (self.flag,)
+
+    @property
     def kinds(self) -> tuple[Any, ...]:
         """The types that a value may have, without None."""
         union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)

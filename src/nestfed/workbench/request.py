@@ -6,13 +6,22 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from nestfed.core.settings import UserError, suggest
+from nestfed.core.settings import UserError
 from nestfed.uploads.privacy import CentralDP, Guarantee, LocalDP
 from nestfed.workbench.fields import options_of
 from nestfed.workbench.scenario import Scenario
 from nestfed.workbench.scenarios import SCENARIOS
 from nestfed.workbench.stages import Budget
-from nestfed.workbench.task_options import DELTA, NEIGHBOURS, PRIVACY, TASKS, USUAL_TASK, CommonOptions, find_task
+from nestfed.workbench.task_options import (
+    DELTA,
+    NEIGHBOURS,
+    PRIVACY,
+    TASKS,
+    USUAL_TASK,
+    CommonOptions,
+    find_task,
+    refuse,
+)
 
 GUARANTEES: dict[str, type[Guarantee]] = {"local": LocalDP, "central": CentralDP}
 
@@ -32,9 +41,7 @@ class Request(CommonOptions):
         given = {name: value for name, value in settings.items() if value is not None and name != "task"}
         for name in given:
             if name not in of_task and name not in of_run:
-                known = ["task", *of_run, *of_task]
-                hint = f"{suggest(name, known)} Known are {', '.join(known)}."
-                raise UserError(f"there is no setting {name!r} for the task {task}{hint}")
+                raise refuse(name, task)
         read = TASKS[task](**{name: value for name, value in given.items() if name in of_task})
         return cls(
             task=task,

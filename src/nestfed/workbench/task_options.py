@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nestfed.core.settings import UserError, suggest
-from nestfed.workbench.fields import OptionSet, flatten, option
+from nestfed.workbench.fields import OptionSet, flatten, option, options_of
 
 TASK, DATA, TRAINING, PRIVACY = "Task", "Data", "Training", "Privacy"  # headings of help
 DELTA = 1e-5  # of a guarantee
@@ -224,6 +224,17 @@ TASKS: dict[str, type[TabularOptions]] = {
     record.name: record for record in (FairnessOptions, RobustOptions, AuprcOptions, PersonalOptions)
 }
 USUAL_TASK = FairnessOptions.name
+
+
+def refuse(name: str, task: str) -> UserError:
+    """What is wrong with an option of this name, which the task does not have."""
+    owners = [other for other, record in TASKS.items() if name in options_of(record)]
+    if owners:
+        hint = f", only for {', '.join(owners)}; `nestfed run {task} --help` shows those that there are."
+    else:
+        known = ["task", *options_of(CommonOptions), *options_of(TASKS[task])]
+        hint = f"{suggest(name, known)} Known are {', '.join(known)}."
+    return UserError(f"there is no setting {name!r} for the task {task}{hint}")
 
 
 def find_task(name: Any) -> str:
