@@ -5,18 +5,19 @@ somebody is therefore drawn from 256 bits of the operating system's entropy by C
 here as one of JAX's generators: `jax.random.normal` and `fold_in` take its keys as they take any other.
 """
 
+import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import define_prng_impl
 
 from nestfed.core.settings import UserError
-from nestfed.core.types import Array
+from nestfed.core.types import Array, ArrayLike
 
 KEY_WORDS = 8  # 256 bits
 LEAST_SECRET_BYTES = 16
@@ -58,13 +59,13 @@ def check_secret(secret: Any) -> bytes:
 
 def key_of_bytes(content: bytes) -> Array:
     """32 bytes as a key."""
-    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(content, np.uint32)), impl=CHACHA20)
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(content, np.uint32)), impl=chacha20())
 
 
 # ------------------------------------------------------------------------------------------------- the generator
 
 
-def chacha20_block(key: Array, counter: Array, nonce: Array) -> Array:
+def chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | Array) -> Array:
     """The 16 words of a block for every counter, [..., 16]; key [8], nonce [3]."""
     counter = jnp.asarray(counter, "uint32")
     everywhere = lambda word: jnp.broadcast_to(jnp.asarray(word, "uint32"), counter.shape)
@@ -88,12 +89,12 @@ def chacha20_block(key: Array, counter: Array, nonce: Array) -> Array:
     return jnp.stack([a + b for a, b in zip(mixed, start, strict=True)], axis=-1)
 
 
-def _derived(key: Array, purpose: int, number: Array) -> Array:
+def _derived(key: Array, purpose: int, number: ArrayLike) -> Array:
     nonce = [jnp.uint32(purpose), jnp.asarray(number, "uint32"), jnp.uint32(0)]
     return chacha20_block(key, jnp.uint32(0), nonce)[:KEY_WORDS]
 
 
-def _fold_in(key: Array, number: Array) -> Array:
+def _fold_in(key: Array, number: ArrayLike) -> Array:
     return _derived(key, _FOLD, number)
 
 
@@ -119,7 +120,17 @@ def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
     return stream.reshape(shape)
 
 
-CHACHA20: Any = define_prng_impl(
-    key_shape=(KEY_WORDS,), seed=_seed, split=_split, random_bits=_random_bits, fold_in=_fold_in, name="chacha20",
-    tag="cha",
-)  # fmt: skip
+@functools.cache
+def chacha20() -> Any:
+    """The generator as JAX knows it: keys of it draw from all of jax.random."""
+    from jax.extend.random import define_prng_impl  # slow to import, and few runs have noise
+
+    return define_prng_impl(
+        key_shape=(KEY_WORDS,),
+        seed=_seed,
+        split=_split,
+        random_bits=_random_bits,
+        fold_in=_fold_in,
+        name="chacha20",
+        tag="cha",
+    )
