@@ -68,7 +68,7 @@ class RowScores:
 class PrecisionTask(PooledTask):
     """Metrics of all rows together and of every client's own."""
 
-    minimised: str = static(default="train_missed_precision")
+    objective: str = static(default="train_missed_precision")
     recall: float = static()
 
     def metrics(self, server, client, data, fed):

@@ -30,7 +30,7 @@ def mean_of(values: Array, rows: PyTree) -> Array:
 
 
 def squared_norm(theta: PyTree) -> Array:
-    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(theta))
+    return jnp.asarray(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(theta)))
 
 
 def group_sums(values: Array, rows: PyTree, groups: int) -> Array:
@@ -70,10 +70,10 @@ class WeightedRisk(SingleLevel):
     penalty: float = 1e-3
     model: Perceptron = static(default=Perceptron())
 
-    def loss(self, theta, batch, key):
+    def loss(self, x, batch, key):
         rows = batch["train"]
-        weighted = weight_of(jnp.asarray(self.weights), rows, by_label=self.by_label) * losses(self.model, theta, rows)
-        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
+        weighted = weight_of(jnp.asarray(self.weights), rows, by_label=self.by_label) * losses(self.model, x, rows)
+        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(x)
 
 
 @struct
@@ -85,10 +85,10 @@ class RegularisedRisk(SingleLevel):
     penalty: float = 1e-3
     model: Perceptron = static(default=Perceptron())
 
-    def loss(self, theta, batch, key):
+    def loss(self, x, batch, key):
         rows = batch["train"]
-        risk = mean_of(losses(self.model, theta, rows), rows) + self.penalty / 2 * squared_norm(theta)
-        return risk + self.coefficient * soft_gap(self.model, theta, rows, self.groups)
+        risk = mean_of(losses(self.model, x, rows), rows) + self.penalty / 2 * squared_norm(x)
+        return risk + self.coefficient * soft_gap(self.model, x, rows, self.groups)
 
 
 @struct
@@ -115,16 +115,14 @@ class GroupWeights(Bilevel):
     def weights(self, x):
         return x if self.form == "projected" else x.size * jax.nn.softmax(x)
 
-    def upper(self, x, theta, batch, key):
+    def upper(self, x, y, batch, key):
         rows = batch["validation"]
-        return mean_of(losses(self.model, theta, rows), rows) + self.gap * soft_gap(
-            self.model, theta, rows, self.groups
-        )
+        return mean_of(losses(self.model, y, rows), rows) + self.gap * soft_gap(self.model, y, rows, self.groups)
 
-    def lower(self, x, theta, batch, key):
+    def lower(self, x, y, batch, key):
         rows = batch["train"]
-        weighted = weight_of(self.weights(x), rows, by_label=self.by_label) * losses(self.model, theta, rows)
-        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
+        weighted = weight_of(self.weights(x), rows, by_label=self.by_label) * losses(self.model, y, rows)
+        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(y)
 
     def project_x(self, x):
         if self.form == "softmax":
@@ -145,15 +143,15 @@ class GroupMinimax(Minimax):
     penalty: float = 1e-3
     model: Perceptron = static(default=Perceptron())
 
-    def value(self, theta, alpha, batch, key):
+    def value(self, x, alpha, batch, key):
         rows = batch["train"]
-        weighted = alpha[rows["group"]] * losses(self.model, theta, rows)
-        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(theta)
+        weighted = alpha[rows["group"]] * losses(self.model, x, rows)
+        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(x)
 
-    def group_risks(self, theta, batch, key):
+    def group_risks(self, x, batch, key):
         rows = batch["train"]
         counts = group_sums(jnp.ones_like(rows["label"]), rows, self.groups)
-        return group_sums(losses(self.model, theta, rows), rows, self.groups) / jnp.where(counts > 0, counts, 1), counts
+        return group_sums(losses(self.model, x, rows), rows, self.groups) / jnp.where(counts > 0, counts, 1), counts
 
     def group_shares(self, batch, key):
         return batch["shares"]
@@ -167,9 +165,9 @@ class DisparityLimit(Constrained):
     penalty: float = 1e-3
     model: Perceptron = static(default=Perceptron())
 
-    def objective(self, theta, batch, key):
+    def objective(self, x, batch, key):
         rows = batch["train"]
-        return mean_of(losses(self.model, theta, rows), rows) + self.penalty / 2 * squared_norm(theta)
+        return mean_of(losses(self.model, x, rows), rows) + self.penalty / 2 * squared_norm(x)
 
-    def constraints(self, theta, batch, key):
-        return soft_gap(self.model, theta, batch["train"], self.groups)[None]
+    def constraints(self, x, batch, key):
+        return soft_gap(self.model, x, batch["train"], self.groups)[None]

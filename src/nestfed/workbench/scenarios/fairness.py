@@ -94,7 +94,7 @@ class FairnessTask(TabularTask):
 class GroupWeightsTask(FairnessTask):
     """Records the group weights too."""
 
-    minimised: str = static(default="outer_loss")
+    objective: str = static(default="outer_loss")
 
     def metrics(self, server, client, data, fed):
         weights = self.problem.weights(self.problem.tree(0, server.x))

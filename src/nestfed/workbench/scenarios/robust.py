@@ -227,7 +227,7 @@ def robust_loss(scenario: "Robust", setup: TabularSetup, before: Any) -> Tabular
     problem, start = scenario.adversary.pose(
         RowLosses(setup.model), scenario.options.penalty, float(heaviest), setup.theta
     )
-    return scenario.pose(setup, problem, start, minimised="train_robust_objective")
+    return scenario.pose(setup, problem, start, objective="train_robust_objective")
 
 
 # Chosen on Adult's validation data: three seeds, 2000 steps, lr 0.03, 0.1, 0.3 and 1, beta 0.1, 0.5 and 0.9 (DS-FedDRO:

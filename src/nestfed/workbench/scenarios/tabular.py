@@ -63,7 +63,11 @@ class TabularTask(Task):
     what a problem does not look at is not drawn."""
 
     groups: int = static(default=1)
-    minimised: str = static(default="train_loss")
+    objective: str = static(default="train_loss")  # the metric that training makes small
+
+    @property
+    def minimised(self):
+        return self.objective
 
     def sample(self, data, key):
         drawn = lambda part: self.with_weight(
