@@ -25,7 +25,7 @@ from nestfed.report.record import Record
 from nestfed.verbs.history import rise_of
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
-from nestfed.workbench.scenarios.robust import ADVERSARIES, Pool, Robust, measures, robust_loss
+from nestfed.workbench.scenarios.robustness import ADVERSARIES, Pool, Robust, measures, robust_loss
 from nestfed.workbench.stages import Budget, best_changes, set_up, sweep_method
 from nestfed.workbench.task_options import RobustOptions
 
