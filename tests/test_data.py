@@ -8,6 +8,8 @@ import http.server
 import importlib
 import io
 import lzma
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -36,7 +38,6 @@ from nestfed.data import (
     classes,
     describe,
     dirichlet,
-    draw_holdings,
     federate,
     iid,
     load,
@@ -46,6 +47,7 @@ from nestfed.data import (
     summary,
 )
 from nestfed.data.sources import SOURCES, Source
+from nestfed.report.figures import draw_holdings
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED = ROOT / "src" / "nestfed" / "data" / "bundled"
@@ -748,6 +750,11 @@ def test_holdings_can_be_drawn(clients, tmp_path):
     bars = figures[0].axes[0].patches
     long_side = lambda bar: bar.get_width() if clients == 3 else bar.get_height()
     assert sum(long_side(bar) for bar in bars) == frame["rows"].sum()
+
+
+def test_data_need_no_matplotlib():
+    asked = "import sys, nestfed.data; print([name for name in sys.modules if name.startswith('matplotlib')])"
+    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_summary_names_roles():

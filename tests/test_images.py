@@ -28,13 +28,13 @@ from nestfed.data import (
     Images,
     channel_statistics,
     deal_images,
-    draw_holdings,
     load_images,
     normalise,
     random_crop_flip,
     shorten_first_half,
 )
 from nestfed.data.images import IMAGE_SOURCES, last_of_first_half, read_idx
+from nestfed.report.figures import draw_holdings
 
 ROOT = Path(__file__).resolve().parent.parent
 
