@@ -65,7 +65,7 @@ def test_the_experiment_from_the_command_line(tmp_path, monkeypatch):
     table = pd.read_csv(tmp_path / "out" / "tables" / "final.csv")
     assert table["method"].tolist() == ["CODA+", "FCSG"] and table["average precision"].between(0, 1).all()
     assert f"{table['average precision'][1]:.4f}" in page
-    assert (tmp_path / "out" / "figures" / "precision-cifar10-subset.png").stat().st_size > 5000
+    assert (tmp_path / "out" / "figures" / "precision-mnist.png").stat().st_size > 5000
 
 
 def test_every_training_of_the_plan_has_a_published_number():

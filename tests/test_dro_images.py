@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared import cifar10_subset, shared_data
 
 from nestfed import UserError, make, simulate
 from nestfed.data.images import Images, deal_images
 from nestfed.experiments import cells
 from nestfed.experiments.dro_images import plan as images
+from nestfed.experiments.dro_images.data import last_of_first_half, shorten_first_half
 from nestfed.experiments.dro_images.task import ClassLimits, image_losses, image_task
 from nestfed.models import CNN, Convolution
 from nestfed.problems.robust import MeanLoss
@@ -77,6 +81,51 @@ def test_limits_on_classes_are_right_on_average(dealt):
     each, key = np.asarray(losses(params, batch, jax.random.key(0))), jax.random.key(0)
     expected = [share * (each[batch["label"] == c].mean() - each.mean() - 0.05) for c, share in enumerate(shares)]
     assert problem.constraints(params, batch, key) == pytest.approx(expected, abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- imbalance
+
+
+@pytest.mark.parametrize(("classes", "each", "rows"), [(10, 5000, 25500), (100, 500, 30000)])
+def test_sizes_of_the_short_sets(classes, each, rows):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes, dtype=np.int32), each))
+    mask = last_of_first_half(labels, classes)
+    assert mask.sum() == rows
+    counts = np.bincount(labels[mask])
+    assert counts.tolist() == [100] * (classes // 2) + [each] * (classes // 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=60).map(lambda drawn: np.array(drawn, np.int32)), st.integers(1, 9))
+def test_the_last_images_of_the_short_classes_are_kept(labels, keep):
+    mask = last_of_first_half(labels, 5, keep)
+    for label in range(5):
+        places = np.flatnonzero(labels == label)
+        expected = places[-keep:] if label < 2 else places
+        np.testing.assert_array_equal(np.flatnonzero(mask & (labels == label)), expected)
+
+
+def test_at_least_one_image_is_kept():
+    for keep in (0, -1, 2.5):
+        with pytest.raises(UserError, match=f"keep={keep} was given"):
+            last_of_first_half(np.zeros(3, np.int32), 2, keep)
+
+
+def test_the_subset_holds_the_short_classes():
+    images = cifar10_subset()
+    with np.load(shared_data() / "cifar10_subset_14000.npz") as file:
+        place = file["train_index"]  # in the official 50,000
+    short = last_of_first_half(images.train_labels, 10)
+    for label in range(5):
+        mine = images.train_labels == label
+        assert (short & mine).sum() == 100
+        # Between the first 1,100 and the last 100 of 5,000 images lie 3,800 that the subset leaves out.
+        assert place[short & mine].min() - place[mine & ~short].max() > 30000
+        assert place[short & mine].min() > 48000
+    shortened = shorten_first_half(images)
+    assert np.bincount(shortened.train_labels).tolist() == [100] * 5 + [1200] * 5
+    np.testing.assert_array_equal(shortened.train_images, images.train_images[short])
+    np.testing.assert_array_equal(shortened.test_images, images.test_images)
 
 
 # ------------------------------------------------------------------------------------------------- cells

@@ -190,8 +190,9 @@ def test_fedcr_trains_on_random_representations_of_images():
 
 def test_quick_personal(tmp_path, monkeypatch):
     monkeypatch.setenv("NESTFED_DATA", str(shared_data()))
-    ((name, about),) = personal.QUICK.data
-    data, methods = ((name, dataclasses.replace(about, rounds=2)),), ("fedreco-chosen",)
+    small = dataclasses.replace(personal.SMALL, outputs=len(CLASS_NAMES))
+    writers = dataclasses.replace(personal.FEMNIST, model=small, rounds=2, evaluate_every=2, writers=5, newcomers=2)
+    data, methods = (("femnist", writers),), ("fedreco-chosen",)
     monkeypatch.setattr(personal, "QUICK", dataclasses.replace(personal.QUICK, data=data, methods=methods))
     page = reproduce("personal", out=tmp_path / "out", quick=True, progress=False)
     text = page.read_text()
@@ -220,20 +221,20 @@ def test_private_trainings_by_name_and_their_page(tmp_path, monkeypatch):
     plan = dataclasses.replace(plan, training=dataclasses.replace(plan.training, data=data, seeds=1))
     experiment = privacy.Experiment(tmp_path, plan, progress=False)
     for release in ("paper", "analytic"):
-        experiment.cell(f"subset-fedavg-whole-{release}")
+        experiment.cell(f"mnist-fedavg-whole-{release}")
     page = privacy.write_page(experiment, "nestfed reproduce privacy")
     text = page.read_text()
     assert "{{" not in text and "{%" not in text
-    assert "Not run yet: subset-local-only-plain, subset-fedreco-plain" in text
+    assert "Not run yet: mnist-local-only-plain, mnist-fedreco-plain" in text
     table = pd.read_csv(tmp_path / "tables" / "final.csv").set_index("uploads")
     paper, exact = table.loc["paper's formula"], table.loc["analytic mechanism"]
-    size, sigma = privacy.upload_size(plan, "subset", "fedavg-whole"), math.sqrt(2 * math.log(1.25e5)) * 10 / 100
+    size, sigma = privacy.upload_size(plan, "mnist", "fedavg-whole"), math.sqrt(2 * math.log(1.25e5)) * 10 / 100
     assert_allclose(paper["norm of the noise in a mean"], sigma * math.sqrt(size / 10), rtol=1e-4)
     assert_allclose(paper["noise multiplier"], sigma / 20, rtol=1e-4)
     assert exact["norm of the noise in a mean"] > paper["norm of the noise in a mean"]
     assert 100 < exact["epsilon of the run"] < paper["epsilon of the run"]  # two releases; with the true sensitivity
     for name in ("epsilon", "noise"):
-        assert (tmp_path / "figures" / f"accuracy-subset-{name}.png").stat().st_size > 5_000
+        assert (tmp_path / "figures" / f"accuracy-mnist-{name}.png").stat().st_size > 5_000
     assert "privacy" in EXPERIMENTS
 
 

@@ -11,7 +11,6 @@ from nestfed.data.images import (
     load_images,
     normalise,
     random_crop_flip,
-    shorten_first_half,
 )
 from nestfed.data.partition import (
     PARTS,
@@ -62,7 +61,6 @@ __all__ = [
     "random_crop_flip",
     "read_table",
     "shards",
-    "shorten_first_half",
     "split_by_group",
     "summary",
 ]

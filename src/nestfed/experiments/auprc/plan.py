@@ -84,9 +84,9 @@ class Plan:
     evaluations: int = 10
 
 
-_SMALL = DataPlan("a subset of CIFAR-10", CNN(layers=(Convolution(4, pool=4),), outputs=1), 6, 2, 4, 4)
+_SMALL = DataPlan("MNIST", CNN(layers=(Convolution(4, pool=4),), outputs=1), 6, 2, 4, 4)
 QUICK = Plan(
-    data=(("cifar10-subset", _SMALL),), methods=("coda-plus", "fcsg"), keep=0.02, clients=2, local_steps=2,
+    data=(("mnist", _SMALL),), methods=("coda-plus", "fcsg"), keep=0.02, clients=2, local_steps=2,
     rates=(0.01, 0.1), more_rates=(), betas=(0.5,), seeds=2, search_seeds=1, evaluations=2,
 )  # fmt: skip
 

@@ -20,8 +20,9 @@ import tomli_w
 from nestfed.algorithms import make
 from nestfed.core.schedules import StepDecay
 from nestfed.core.task import Task
-from nestfed.data.images import FederatedImages, Images, deal_images, load_images, shorten_first_half
+from nestfed.data.images import FederatedImages, Images, deal_images, load_images
 from nestfed.experiments.cells import Cell, kept, train
+from nestfed.experiments.dro_images.data import shorten_first_half
 from nestfed.experiments.dro_images.task import ClassLimits, ImageLosses, image_losses, image_task
 from nestfed.experiments.verdicts import Claim, all_above, claims_table, markdown_claims
 from nestfed.models import CNN, Convolution, ImageModel, ResNet
@@ -65,7 +66,7 @@ class Plan:
 
 
 QUICK = Plan(
-    data="cifar10-subset", keep=20, model=CNN(layers=(Convolution(8, pool=4),)), clients=2, batch=4, steps=8,
+    data="mnist", keep=20, model=CNN(layers=(Convolution(8, pool=4),)), clients=2, batch=4, steps=8,
     search_steps=4, rates=(0.01, 0.05), prices=(5.0,), more_rates=(0.01,), betas=(0.5,), penalties=(1.0,), seeds=2,
     local_steps=(1, 2), uneven=(), evaluations=2,
 )  # fmt: skip

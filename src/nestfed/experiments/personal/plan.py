@@ -168,12 +168,7 @@ def _loaded(source: str) -> Any:
 
 SMALL = CNN(layers=(Convolution(2, 1, stride=4),), hidden=(4,))
 QUICK = Plan(
-    data=(
-        ("femnist", dataclasses.replace(
-            FEMNIST, model=dataclasses.replace(SMALL, outputs=len(CLASS_NAMES)), rounds=4, evaluate_every=2,
-            writers=5, newcomers=2
-        )),
-    ),
+    data=(("mnist", DataPlan("MNIST, 2 classes per client", "mnist", SMALL, classes=2, rounds=4, evaluate_every=2)),),
     methods=("local-only", "fedreco", "fedreco-pvr", CHOSEN), seeds=2, server_lrs=(0.001, 0.1), pulls=(0.01,),
     fine_tune_epochs=1, newcomer_rounds=2,
 )  # fmt: skip
