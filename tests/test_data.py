@@ -306,23 +306,13 @@ def test_a_damaged_cache_is_refused(tmp_path, monkeypatch):
         ("standard", 102, 107),
         ("minimax-fair", 102, 107),
         ("minimax-fair-raw", 102, 107),
-        ("minimax-fair-slip", 220, 107),
     ],
 )
 def test_number_of_adult_features(recipe, without_race, with_race):
     table = adult()
     full = table.frame[table.features()]
-    assert len(Encoder.fit(full.drop(columns="race"), recipe, full_table=full).names) == without_race
-    assert len(Encoder.fit(full, recipe, full_table=full).names) == with_race
-
-
-def test_the_slip_on_default_credit(monkeypatch):
-    monkeypatch.setenv("NESTFED_DATA", str(shared_data()))
-    frame = load("default-credit").frame.drop(columns="default payment next month")  # the source keeps ID
-    assert len(Encoder.fit(frame, "minimax-fair-slip", full_table=frame).names) == 33
-    slipped = Encoder.fit(frame.drop(columns="SEX"), "minimax-fair-slip", full_table=frame)
-    assert len(slipped.names) == 87
-    assert sum(name.startswith("AGE=") for name in slipped.names) == frame["AGE"].nunique() == 56
+    assert len(Encoder.fit(full.drop(columns="race"), recipe).names) == without_race
+    assert len(Encoder.fit(full, recipe).names) == with_race
 
 
 def test_the_published_scaling():
@@ -408,8 +398,6 @@ def test_errors_of_the_encoder():
     frame = pd.DataFrame({"a": [1, 2], "b": [1, 1]})
     with pytest.raises(UserError, match="unknown recipe 'minmax-fair'.*nearest: 'minimax-fair'"):
         Encoder.fit(frame, "minmax-fair")
-    with pytest.raises(UserError, match="full_table="):
-        Encoder.fit(frame, "minimax-fair-slip")
     with pytest.raises(UserError, match="no feature is left of the columns b"):
         Encoder.fit(frame[["b"]])
     with pytest.raises(UserError, match="the columns a are missing"):

@@ -102,7 +102,7 @@ OPTIONS: dict[str, Any] = {
     "group": Annotated[str | None, _flag("Column of the groups; sex+race joins two. Only fairness needs one.", DATA)],
     "clients": Annotated[str | None, _flag("Number of clients, or the column that names them (3).", DATA)],
     "partition": Annotated[str | None, _flag("iid (fairness), dirichlet:0.5, shards:2, classes:1, ratios:2:6.", DATA)],
-    "features": Annotated[str | None, _flag("standard, minimax-fair, minimax-fair-raw, minimax-fair-slip.", DATA)],
+    "features": Annotated[str | None, _flag("standard, minimax-fair, minimax-fair-raw.", DATA)],
     "keep_group": Annotated[bool | None, _flag("The group column is a feature.", DATA, "--keep-group/--no-keep-group")],
     "drop": Annotated[list[str] | None, _flag("A column that is no feature; may be repeated.", DATA)],
     "test_fraction": Annotated[float | None, _flag("Share of test rows (0.3).", DATA)],

@@ -23,6 +23,8 @@ import numpy as np
 import pandas as pd
 import tomli_w
 
+from nestfed.data import Table
+from nestfed.experiments.fairness.data import with_slip
 from nestfed.experiments.verdicts import Claim, all_above, all_below, at_level, claims_table, markdown_claims
 from nestfed.report import figures, studies, tables, write_report
 from nestfed.report.record import Record
@@ -72,6 +74,16 @@ class Reproduced(Fairness):
     methods: ClassVar[dict[str, Method]] = Fairness.methods | {
         FORGETFUL: dataclasses.replace(Fairness.methods["fedbioacc"], title="FedBiOAcc, c = 50")
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Slipped(Reproduced):
+    """The same with a slip in the preparation of the data."""
+
+    @functools.cached_property
+    def table(self) -> Table:
+        table = super().table
+        return with_slip(table, table.group_columns(self.group))
 
 
 DATA = {"adult": "Adult", "german": "Credit"}
@@ -193,9 +205,9 @@ def _record_folder(folder: Path, data: str, dealing: str, options: Mapping[str, 
     )
 
 
-def make_kind(data: str, dealing: str, plan: Plan, **changes: Any) -> Reproduced:
+def make_kind(data: str, dealing: str, plan: Plan, *, slip: bool = False, **changes: Any) -> Reproduced:
     options: dict[str, Any] = {"data": data, "partition": dealing, "steps": plan.steps, "full_batch": False}
-    return Reproduced(**(options | changes))
+    return (Slipped if slip else Reproduced)(**(options | changes))
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -278,7 +290,7 @@ def readings(data: str) -> list[tuple[str, dict[str, Any]]]:
     ]
     by_sex = {"group": "sex"}
     return varied + [
-        ("220 columns", {"features": "minimax-fair-slip"}),
+        ("220 columns", scaled | {"slip": True}),
         ("groups by sex", by_sex),
         ("groups by sex, powers of ten", by_sex | scaled),
         ("groups by sex, powers of ten, two-layer network", by_sex | scaled | {"model": "network"}),
@@ -294,7 +306,8 @@ def run_readings(plan: Plan, show: bool) -> pd.DataFrame:
         published = np.array([mean for mean, _ in PAPER[data, "iid"]["fedavg"]])
         for title, options in readings(data)[: plan.readings]:
             steps = int(plan.steps * options.get("steps", 1))
-            kind = make_kind(data, "iid", plan, **(options | {"steps": steps}))
+            changes: dict[str, Any] = options | {"steps": steps}
+            kind = make_kind(data, "iid", plan, **changes)
             setups = make_setups(kind, range(plan.reading_seeds))
             grid = {"lr": list(plan.grid)}
             tried = sweep_method(kind, "fedavg", setups, {}, grid, Budget(evaluations=1), progress=False)
