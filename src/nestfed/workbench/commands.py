@@ -21,7 +21,7 @@ from nestfed.core.settings import UserError
 from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
-from nestfed.report.studies import sweep_figure
+from nestfed.report.search import sweep_figure
 from nestfed.verbs.simulation import start
 from nestfed.workbench.request import Request, find_task, read_settings
 from nestfed.workbench.results import make_record

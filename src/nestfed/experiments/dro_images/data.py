@@ -1,11 +1,18 @@
 """Sets of images in which the classes of the first half are rare: CIFAR10-ST and CIFAR100-ST."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
 from nestfed.core.settings import UserError
-from nestfed.data.images import Images
+from nestfed.data.images import Images, load_images
+
+
+@functools.cache
+def load_short(name: str, keep: int) -> Images:
+    """A set by its name, shortened."""
+    return shorten_first_half(load_images(name), keep)
 
 
 def shorten_first_half(images: Images, keep: int = 100) -> Images:

@@ -5,24 +5,21 @@ pool and are normalised (and varied, in training) where a loss is computed.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from nestfed.core.settings import setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data.images import FederatedImages, normalise, random_crop_flip
+from nestfed.experiments.images import AT_ONCE, in_blocks, numbers
 from nestfed.models import ImageModel
 from nestfed.problems import Compositional, Constrained
 from nestfed.problems.robust import half_square
-
-AT_ONCE = 100  # images per block of an evaluation, at every client: bounds the memory of sweeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +101,7 @@ class ImageTask(Task):
         }
 
 
-def in_blocks(function: Callable[[PyTree], Array], images: PyTree) -> Array:
-    """function of one block of images after the other, which bounds the memory; its values side by side."""
-    number = images["label"].shape[0]
-    block = np.gcd(number, AT_ONCE)  # equal blocks: no image is left over
-    return lax.map(function, jax.tree.map(lambda a: a.reshape(number // block, block, *a.shape[1:]), images))
-
-
 def image_losses(images: FederatedImages, model: ImageModel, *, vary: bool = True) -> ImageLosses:
-    numbers = lambda a: tuple(float(v) for v in a)
     return ImageLosses(model, numbers(images.mean), numbers(images.deviation), vary)
 
 

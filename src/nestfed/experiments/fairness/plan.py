@@ -24,9 +24,10 @@ import pandas as pd
 import tomli_w
 
 from nestfed.data import Table
+from nestfed.experiments import figures as studies
+from nestfed.experiments.claims import Claim, all_above, all_below, at_level, claims_table, markdown_claims
 from nestfed.experiments.fairness.data import with_slip
-from nestfed.experiments.verdicts import Claim, all_above, all_below, at_level, claims_table, markdown_claims
-from nestfed.report import figures, studies, tables, write_report
+from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record
 from nestfed.report.statistics import finished, paired
 from nestfed.workbench.results import make_record
