@@ -1,10 +1,15 @@
 """Bad input gets one clear message: what was given, what was expected, what to do."""
 
+import dataclasses
+import re
+import typing
+
 import jax.numpy as jnp
 import pytest
 from cases import hyper, regression
 
-from nestfed import UserError, make, simulate, sweep
+from nestfed import Options, UserError, deploy, make, measure, simulate, start, sweep
+from nestfed.engine.options import Changes
 from nestfed.problems import toys
 
 TASK = regression((4, 4, 4))
@@ -25,17 +30,32 @@ FEDAVG = make("fedavg", lr=0.1)
         (lambda: make("fedavg", lr=0.1, local_steps=2.5), "local_steps=2.5 .*whole number"),
         (lambda: make("fedadam", lr=0.1, beta1=1.5), "beta1=1.5 .*at most 1"),
         (lambda: make("fednest", lr=0.1, lower_lr=0.1, truncation="all"), "truncation='all' .*'sum', 'random'"),
-        (lambda: simulate(FEDAVG, TASK, rounds=0), "rounds=0 .*whole number, 1 or more"),
+        (lambda: simulate(FEDAVG, TASK, rounds=0), "rounds=0 .*at least 1"),
+        (lambda: simulate(FEDAVG, TASK, rounds="ten"), "rounds='ten' .*not text"),
+        (lambda: simulate(FEDAVG, TASK), "number of rounds is missing; give rounds="),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, cohorts=2), "no option 'cohorts'; did you mean 'cohort'"),
+        (
+            lambda: sweep([FEDAVG], TASK, [0], rounds=1, evaluate=2),
+            "no option 'evaluate'; did you mean 'evaluate_every'",
+        ),
+        (lambda: deploy(FEDAVG, TASK, rounds=1, samplings="poisson"), "no option 'samplings'; did you mean 'sampling'"),
+        (lambda: start(FEDAVG, TASK, unsinced=True), "no option 'unsinced'; did you mean 'unsynced'"),
+        (lambda: measure(FEDAVG, TASK, upload=()), "no option 'upload'; did you mean 'uploads'"),
+        (lambda: simulate(FEDAVG, TASK, 0, {"rounds": 1}), r"options=.*give an nestfed.Options\(...\)"),
+        (lambda: sweep([FEDAVG], TASK, [0], rounds=1, checkpoint="a.npz"), "a sweep keeps no checkpoint"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, cohort=12), "cohort=12, but the task has 3 clients; use cohort=None"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, cohort=0), "cohort=0 .*at least one client"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, cohort=1.5), "cohort=1.5 .*between 0 and 1"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, cohort="all"), "cohort='all' .*None for all"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, dropout=1.0), "dropout=1.0 .*below 1"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, evaluate_every=0), "evaluate_every=0"),
-        (lambda: simulate(FEDAVG, TASK, rounds=1, output="first"), "output='first' .*last, average, random, best"),
+        (
+            lambda: simulate(FEDAVG, TASK, rounds=1, output="first"),
+            "output='first' .*'last', 'average', 'random', 'best'",
+        ),
         (lambda: simulate(FEDAVG, TASK, rounds=1, output="best"), "goes with select="),
         (lambda: simulate(FEDAVG, TASK, rounds=1, output="best", select="acc"), "no metric 'acc'.*loss"),
-        (lambda: simulate(FEDAVG, TASK, rounds=1, client_axis="loop"), "client_axis='loop' .*'auto', 'vmap' or 'map'"),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, client_axis="loop"), "client_axis='loop' .*'auto', 'vmap', 'map'"),
         (lambda: simulate(FEDAVG, TASK, "seven", rounds=1), "seed='seven' .*whole number or a key"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, checkpoint_every=5), "without checkpoint"),
         (lambda: simulate(FEDAVG, hyper("local"), rounds=1), "FedAvg solves single level problems.*Hyper is bilevel"),
@@ -62,3 +82,25 @@ def test_traced_settings_are_not_checked_twice():
 
     for lr in (PowerDecay(scale=0.1), Schedule(function=lambda t: 0.1 / (1 + t)), jnp.asarray(0.1)):
         simulate(make("fedavg", lr=lr, local_steps=2), TASK, rounds=2)
+
+
+def test_options_are_one_record_whichever_way_they_are_given():
+    """Whole, by name, or whole with changes by name; and the names that calls may give are its fields."""
+    options = Options(rounds=3, cohort=2, dropout=0.2)
+    whole, named = simulate(FEDAVG, TASK, 1, options), simulate(FEDAVG, TASK, 1, rounds=3, cohort=2, dropout=0.2)
+    changed = simulate(FEDAVG, TASK, 1, Options(rounds=9, cohort=2), rounds=3, dropout=0.2)
+    assert (whole.server.x == named.server.x).all() and (whole.server.x == changed.server.x).all()
+    assert options == Options(rounds=3, cohort=2, dropout=0.2) and options != Options(rounds=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.rounds = 4
+    fields = typing.get_type_hints(Options)
+    assert typing.get_type_hints(Changes) == fields and list(Changes.__annotations__) == list(fields)
+    documented = re.findall(r"^    (\w+) {2,}", Options.__doc__, re.M)
+    assert set(documented) <= set(fields)
+    assert set(fields) - set(documented) == {
+        "select",
+        "client_chunk",
+        "checkpoint_every",
+        "resume",
+        "title",
+    }  # beside another

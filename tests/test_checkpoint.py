@@ -222,11 +222,8 @@ def test_non_finite_start_is_told():
 
 def test_a_divergence_that_does_not_show_again_is_reported_and_stops_nobody_else(monkeypatch, call, tmp_path):
     """Another program adds up in another order: what overflowed by a hair may stay finite when it is repeated."""
-    repeated = lambda algorithm, task, phase, sync, call, index, states, seats: (
-        states,
-        jnp.ones(seats.slot.size, bool),
-    )
-    monkeypatch.setattr(simulation, "_watched_step", repeated)
+    repeated = lambda inputs, step, call, index, states, cohort: (states, jnp.ones(cohort.slot.size, bool))
+    monkeypatch.setattr(simulation, "_watch_step", repeated)
     words = "diverged in round 0: .* did not show again when the round was repeated"
     with pytest.raises(Diverged, match=words) as caught:
         simulate(make("fedavg", lr=1e200, local_steps=3), regression(), rounds=5, progress=False)

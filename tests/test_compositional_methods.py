@@ -355,7 +355,8 @@ def test_gcivr_counts_estimates_outside_the_domain():
 
     task = Task.create(Half(), Rows.from_clients([np.array([-1.0, 3.0])]), jnp.asarray(1.0), batch_size=1)
     result = simulate(make("gcivr", lr=0.01, local_steps=2, refresh_batches=1), task, rounds=10)
-    assert 0 < result.history["projections"][-1] < 20
+    shares = result.history["projected_share"][1:]
+    assert 0 < shares.mean() < 1 and result.noted["projected_share"].sum(0)[1] == 20
 
 
 def test_gcivr_refuses_an_outer_function_of_the_batch():

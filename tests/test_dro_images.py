@@ -160,7 +160,7 @@ def test_settings_are_chosen_on_validation_images_and_used(made, tmp_path):
     assert choice.settings == [{"lr": 0.05, "price": 5.0}, {"lr": 0.01, "price": 5.0}] and choice.seeds == [0]
     best = int(choice.metrics["validation_balanced_accuracy"][:, 0, -1].argmax())
     assert cell.settings == [choice.settings[best]] and cell.seeds == [0, 1]
-    assert "validation_accuracy" not in cell.metrics and "projections" in cell.metrics
+    assert "validation_accuracy" not in cell.metrics and "projected_share" in cell.metrics
     assert cell.round.tolist() == [0, 2, 4] and np.isfinite(cell.metrics["test_accuracy"]).all()
 
 

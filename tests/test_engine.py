@@ -29,9 +29,10 @@ from nestfed import (
     struct,
     sweep,
 )
-from nestfed.engine import rounds as engine
+from nestfed.engine import rounds
 from nestfed.engine.cohorts import choose_cohort, cohort_rule
-from nestfed.engine.options import make_plan
+from nestfed.engine.options import Options
+from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.problems import SingleLevel
 from nestfed.verbs.simulation import evaluate
 
@@ -138,8 +139,8 @@ def test_a_larger_cohort_contains_the_smaller_one_and_seeds_differ():
     seats = lambda size, key=key: set(choose_cohort(task, key, jnp.asarray(7), rule(size)).id.tolist())
     assert seats(5) < seats(6) < seats(15)
     assert seats(10) != seats(10, jax.random.key(4))
-    rounds = [choose_cohort(task, key, jnp.asarray(r), rule(5)).id for r in range(200)]
-    often = np.bincount(np.concatenate(rounds), minlength=20)
+    drawn = [choose_cohort(task, key, jnp.asarray(r), rule(5)).id for r in range(200)]
+    often = np.bincount(np.concatenate(drawn), minlength=20)
     assert often.sum() == 1000 and often.min() > 25 and often.max() < 80  # 50 expected of each
 
 
@@ -157,8 +158,8 @@ def test_same_numbers_side_by_side_in_turn_in_pieces_and_in_sweeps(name, options
     assert_same(whole, in_turn)
 
     run, pieces = start(algorithm, task, 3), []
-    for rounds in (1, 3):
-        run, history = advance(algorithm, task, 3, run, rounds=rounds, evaluate_every=2, **options)
+    for length in (1, 3):
+        run, history = advance(algorithm, task, 3, run, rounds=length, evaluate_every=2, **options)
         pieces.append(history)
     assert_same(whole, run)
     assert np.array_equal(np.concatenate([p["participants"] for p in pieces]), whole.participants)
@@ -222,12 +223,12 @@ def test_cohort_is_a_number_or_a_fraction(cohort, expected):
 
 def test_large_models_run_in_turn_on_a_cpu_and_a_setting_forces_it():
     big = Task.create(Owner(), Rows.from_clients([np.ones(2)] * 3), jnp.zeros(30_000))
-    chunk = lambda task, **options: make_plan(FEDAVG, task, **options)[0].chunk
+    chunk = lambda task, **options: make_plan(FEDAVG, task, Options(**options)).chunk
     assert chunk(regression((4, 4))) is None and chunk(big) == 1
     assert chunk(big, client_axis="vmap") is None and chunk(big, client_axis="map", client_chunk=2) == 2
     wide = regression((4,) * 50, batch_size=2000)  # 64 kB a batch, 3 MB the cohort's
     assert chunk(wide) == 4
-    assert make_plan(make("fedavg", lr=0.1, local_steps=1), wide)[0].chunk is None  # every step exchanges
+    assert make_plan(make("fedavg", lr=0.1, local_steps=1), wide, Options()).chunk is None  # every step exchanges
 
 
 def test_progress_shows_speed_metrics_and_time_left(capfd):
@@ -453,10 +454,10 @@ def test_memory_of_clients_in_turn_is_that_of_a_chunk():
     task = Task.create(Wide(), rows, {"in": jnp.ones(hidden), "out": jnp.ones(hidden)}, batch_size=batch)
 
     def megabytes(**options):
-        plan, dropout = make_plan(FEDAVG, task, evaluate_every=None, **options)
-        key = jax.random.key(0)
-        run = jax.eval_shape(lambda: engine.start(FEDAVG, task, key, plan))
-        program = engine.advance.lower(FEDAVG, task, key, run, 0, 1, dropout, plan).compile()
+        chosen = Options(evaluate_every=None, **options)
+        plan, inputs = make_plan(FEDAVG, task, chosen), make_inputs(FEDAVG, task, 0, chosen)
+        run = jax.eval_shape(lambda: rounds.start(inputs, plan))
+        program = rounds.advance.lower(inputs, run, 0, 1, plan).compile()
         return program.memory_analysis().temp_size_in_bytes / 1e6
 
     activations = 8 * batch * hidden / 1e6

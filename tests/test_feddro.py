@@ -291,10 +291,9 @@ def test_feddro_counts_what_it_projects_and_follows_schedules_of_both_rates():
     result = simulate(make("feddro", local_steps=2, **DECAYS), floored(), rounds=ROUNDS, evaluate_every=None)
     x, y, projections = feddro_by_hand(*SCHEDULES, 2)
     assert 2 < projections < 2 * ROUNDS
-    assert_allclose(
-        [result.server.x[0], result.server.y[0], result.server.projections], [x, y, projections], rtol=1e-12
-    )
-    assert result.history["projections"][-1] == projections
+    assert_allclose([result.server.x[0], result.server.y[0]], [x, y], rtol=1e-12)
+    assert_allclose(result.noted["projected_share"].sum(0), (2 * projections, 2 * 2 * ROUNDS))  # both clients say so
+    assert_allclose(result.history["projected_share"], [np.nan, projections / (2 * ROUNDS)])
 
 
 def test_ds_feddro_counts_what_it_projects_and_follows_schedules_of_both_rates():
@@ -302,18 +301,17 @@ def test_ds_feddro_counts_what_it_projects_and_follows_schedules_of_both_rates()
     result = simulate(algorithm, floored(), rounds=ROUNDS, evaluate_every=None)
     x, y, projections, own = ds_feddro_by_hand(*SCHEDULES, 2)
     assert own.min() < own.max() and projections > 0
-    assert_allclose(
-        [result.server.x[0], result.server.y[0], result.server.projections], [x, y, projections], rtol=1e-12
-    )
-    assert_allclose(result.clients.own_projections, own)
-    assert_allclose(result.history["projections"][-1], projections + own.mean())
+    assert_allclose([result.server.x[0], result.server.y[0]], [x, y], rtol=1e-12)
+    assert_allclose(result.noted["projected_share"].sum(0), (own.sum(), 2 * 2 * ROUNDS))
+    assert_allclose(result.noted["server_projected_share"].sum(0), (2 * projections, 2 * ROUNDS))
+    assert_allclose(result.history["projected_share"][-1], own.mean() / (2 * ROUNDS))
 
 
 def test_an_estimate_inside_the_domain_is_never_counted():
     """Averages of values of at least 1 stay there: every count would be one of rounding."""
     result = simulate(make("ds-feddro", lr=1e-3, beta=0.3, local_steps=2), robust(0.3), rounds=50, evaluate_every=None)
     assert float(result.server.y.plain()[0]) > 1
-    assert result.history["projections"][-1] == 0
+    assert (result.history["projected_share"][1:] == 0).all()
 
 
 # ------------------------------------------------------------------------------------------------- the largest weight

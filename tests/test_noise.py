@@ -17,11 +17,10 @@ from nestfed.core.noise import chacha20_block, fresh_key, key_of_bytes, repeatab
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.engine.cohorts import cohort_rule
 from nestfed.problems import SingleLevel
 from nestfed.uploads.privacy import CentralDP, LocalDP, Spending
 from nestfed.uploads.transforms import GaussianNoise, Quantise
-from nestfed.verbs.cost import spending
+from nestfed.verbs.cost import find_spending
 from nestfed.verbs.messages import START, Node, ProtocolError, Server, Ticket, deploy
 from nestfed.verbs.simulation import advance, start
 
@@ -104,7 +103,7 @@ def test_two_runs_with_one_seed_share_no_noise(uploads, axis):
     assert unrelated(*(run.server.x for run in runs))
     earlier = [simulate(FEDAVG, silence(), 5, rounds=1, uploads=LOCAL, noise_seed=1, **QUIET) for _ in range(2)]
     assert np.array_equal(*(run.server.x for run in earlier))  # unless that is asked for, and then it is said
-    assert any("noise_seed, which is for tests" in note for note in earlier[0].notes)
+    assert any("noise_seed, which is for tests" in note for note in earlier[0].remarks)
     assert earlier[0].spending.summary(1)["noise"] == "repeatable: for tests"
 
 
@@ -141,7 +140,7 @@ def test_a_trusted_server_never_repeats_its_noise():
     send = lambda tickets: {k: nodes[k].receive(ticket) for k, ticket in tickets.items()}
     state = server.serve(START, None, weights, 1.0, send)
     assert unrelated(*(server.serve(0, state, weights, 1.0, send).x for _ in range(3)))
-    assert not np.array_equal(*(deploy(FEDAVG, task, 0, rounds=1, uploads=LOCAL)[0].x for _ in range(2)))
+    assert not np.array_equal(*(deploy(FEDAVG, task, 0, rounds=1, uploads=LOCAL).server.x for _ in range(2)))
 
 
 # ------------------------------------------------------------------------------------------------- at a node
@@ -248,8 +247,7 @@ def test_poisson_cohorts_are_counted_as_tightly_as_the_library_can(
 ):
     task = regression((1,) * clients)
     central = CentralDP(clip=1.0, noise_multiplier=multiplier, delta=1e-5, neighbours=neighbours)
-    rule = cohort_rule(cohort, "poisson", task.weights)
-    spent = spending(FEDAVG, task, central, cohort=rule)
+    spent = find_spending(FEDAVG, task, uploads=central, cohort=cohort, sampling="poisson")
     assert (spent.cohort, spent.chance) == (cohort, pytest.approx(cohort / clients))
     relation, factor = NeighboringRelation.ADD_OR_REMOVE_ONE, 1
     if neighbours == "replace":
@@ -263,8 +261,8 @@ def test_poisson_cohorts_are_counted_as_tightly_as_the_library_can(
     if expected:
         assert_allclose(spent.epsilon(rounds), expected, atol=1e-3)
     # Tighter than a cohort of a fixed size, and that than none.
-    fixed = spending(FEDAVG, task, dataclasses.replace(central, neighbours="replace"),
-                     cohort=cohort_rule(cohort, "weights", task.weights))  # fmt: skip
+    replace = dataclasses.replace(central, neighbours="replace")
+    fixed = find_spending(FEDAVG, task, uploads=replace, cohort=cohort)
     if neighbours == "replace":
         assert spent.epsilon(rounds) < fixed.epsilon(rounds)
     assert spent.epsilon(0) == 0 and spent.epsilon(1) < spent.epsilon(2) < spent.epsilon(rounds)
@@ -274,8 +272,7 @@ def test_several_exchanges_and_stages_compose():
     """A round with two exchanges on one cohort, a start without sampling, and an earlier run."""
     task, algorithm = TASKS["global composition"]((4,) * 30), CASES["mbsgd"].algorithm("mbsgd")
     central = CentralDP(clip=1.0, noise_multiplier=2.0, delta=1e-6)
-    rule = cohort_rule(3, "poisson", task.weights)
-    spent = spending(algorithm, task, central, cohort=rule)
+    spent = find_spending(algorithm, task, uploads=central, cohort=3, sampling="poisson")
     assert (spent.start, spent.round) == (0, 2)
     later = dataclasses.replace(
         spent, guarantee=dataclasses.replace(central, earlier=((spent, 20), (dataclasses.replace(spent, start=1), 0)))
@@ -289,14 +286,14 @@ def test_several_exchanges_and_stages_compose():
 def test_clients_with_a_state_amplify_poisson_cohorts_only():
     """docs/privacy.md has the proof: coins are independent, cohorts of a fixed size are not."""
     task, scaffold = regression((1,) * 40), make("scaffold", lr=0.1)
-    by = lambda sampling: spending(scaffold, task, CENTRAL, cohort=cohort_rule(4, sampling, task.weights))
+    by = lambda sampling: find_spending(scaffold, task, uploads=CENTRAL, cohort=4, sampling=sampling)
     assert by("poisson").cohort == 4 and by("weights").cohort is None
     assert by("poisson").epsilon(10) < by("weights").epsilon(10)
 
 
 def test_unequal_chances_are_counted_for_the_client_that_is_asked_most_often():
     task = regression((1,) * 10, weights=[5, 3, *[1] * 8])
-    spent = spending(FEDAVG, task, CENTRAL, cohort=cohort_rule(2, "poisson", task.weights))
+    spent = find_spending(FEDAVG, task, uploads=CENTRAL, cohort=2, sampling="poisson")
     assert spent.chance == pytest.approx(2 * 5 / 16)
     alone = dataclasses.replace(spent, chance=1.0)
     assert_allclose(alone.epsilon(5), Spending(CENTRAL, 0, 1, 10).epsilon(5), rtol=1e-3)

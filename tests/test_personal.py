@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from nestfed import Rows, Sample, Task, UserError, advance, make, simulate, start, struct
 from nestfed.algorithms.fedcr import class_from_encoder, divergence, encoder_from_class
 from nestfed.algorithms.fedpac import least_on_simplex
-from nestfed.algorithms.personal_method import clipped
+from nestfed.algorithms.personal_method import clip_together
 from nestfed.problems import GaussianEncoder, Personalised
 from nestfed.verbs.personalise import PersonalTask, adapt, fine_tuned, model_of, predict, spread
 
@@ -118,17 +118,17 @@ def test_pvr_remembers_exact_gradients_whoever_was_absent_and_the_center_moves_b
     algorithm = make("fedreco-pvr", **CASES["fedreco-pvr"].settings | settings)
     task = sorted_rows(PlainSorting(), (4, 5, 7))
     first = start(algorithm, task, evaluate_every=None, cohort=2)
-    run, _ = advance(algorithm, task, 0, first, rounds=1, evaluate_every=None, cohort=2)
-    present = np.asarray(run.clients.clips[:, 1]) > 0
+    run, noted = advance(algorithm, task, 0, first, rounds=1, evaluate_every=None, cohort=2)
+    assert noted["noted/clipped_share"].shape == (1, 2) and noted["noted/clipped_share"][0, 1] == 2 * 4
+    present = (np.asarray(run.clients.u) != np.asarray(first.clients.u)).any(1)
     assert present.sum() == 2
     for before, after in zip(jax.tree.leaves(first.clients), jax.tree.leaves(run.clients), strict=True):
         assert_array_equal(np.asarray(before)[~present], np.asarray(after)[~present])  # who was absent kept all
     assert_allclose(np.linalg.norm(run.server.u0 - first.server.u0), clip * server_lr)
 
-    run, _ = advance(algorithm, task, 0, run, rounds=rounds - 1, evaluate_every=None, cohort=2)
-    steps = np.asarray(run.clients.clips[:, 1])
-    assert steps.sum() == rounds * 2 * 4 and len(set(steps)) > 1
-    assert_array_equal(run.server.server_clips, (rounds, rounds))
+    run, noted = advance(algorithm, task, 0, run, rounds=rounds - 1, evaluate_every=None, cohort=2)
+    assert_array_equal(noted["noted/clipped_share"][:, 1], [2 * 4] * (rounds - 1))
+    assert_array_equal(noted["noted/server_clipped_share"], [(2, 2)] * (rounds - 1))  # every mean, as both clients say
     for k in range(3):
         u, before, g = (np.asarray(value[k]) for value in (run.clients.u, run.clients.u0_prev, run.clients.g))
         exact = task.data.client(k).average(
@@ -140,12 +140,12 @@ def test_pvr_remembers_exact_gradients_whoever_was_absent_and_the_center_moves_b
 
 
 def test_gradients_are_shortened_together_and_nought_stays_nought():
-    (a, b), over = clipped((jnp.array([3.0]), jnp.array([0.0, 4.0])), 2.5)
+    (a, b), over = clip_together((jnp.array([3.0]), jnp.array([0.0, 4.0])), 2.5)
     assert_allclose((a[0], b[1], over), (1.5, 2.0, 1.0))
     for limit in (5.0, np.inf):
-        (a, b), over = clipped((jnp.array([3.0]), jnp.array([0.0, 4.0])), limit)
+        (a, b), over = clip_together((jnp.array([3.0]), jnp.array([0.0, 4.0])), limit)
         assert_array_equal((a[0], b[1], over), (3.0, 4.0, 0.0))
-    (zero,), over = clipped((jnp.zeros(2),), 1.0)
+    (zero,), over = clip_together((jnp.zeros(2),), 1.0)
     assert_array_equal((*zero, over), (0.0, 0.0, 0.0))
 
 
@@ -338,8 +338,8 @@ def test_every_clients_model_is_judged_on_its_own_rows():
         assert_allclose(last[f"{part}_accuracy_deviation"], np.std(accuracies), atol=1e-9, err_msg=part)
     gaps = np.linalg.norm(np.asarray(result.clients.u) - np.asarray(result.server.u0), axis=1)
     assert_allclose(last["center_distance"], np.average(gaps, weights=weights))
-    clips = np.asarray(result.clients.clips)
-    assert_allclose(last["clipped_share"], np.average(clips[[0, 2], 0] / clips[[0, 2], 1], weights=[1, 2]))
+    clipped, gradients = result.noted["clipped_share"].sum(0)
+    assert_allclose(last["clipped_share"], clipped / gradients)
     assert 0 < last["clipped_share"] < 1 and last["server_clipped_share"] in (0, 0.5, 1)
     assert last["representation_distance"] > 0 and last["representation_norm"] > 0
     assert last["tuned_train_loss"] < last["train_loss"]

@@ -22,7 +22,6 @@ from nestfed.core.algorithm import Algorithm, Shared
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.engine.cohorts import cohort_rule
 from nestfed.problems import SingleLevel
 from nestfed.problems.robust import KL
 from nestfed.problems.toys import quadratics
@@ -30,7 +29,7 @@ from nestfed.report.record import Record
 from nestfed.uploads.privacy import CentralDP, LocalDP, transforms_of
 from nestfed.uploads.transforms import Clip, ClipMean, GaussianNoise, Quantise, ServerNoise, Sparsify, joint_norm
 from nestfed.verbs.conformance import NonConforming, check_algorithm
-from nestfed.verbs.cost import measure, spending
+from nestfed.verbs.cost import find_spending, measure
 from nestfed.verbs.messages import deploy
 from nestfed.verbs.progress import Progress
 from nestfed.workbench.scenarios.fairness import Fairness
@@ -163,7 +162,7 @@ def test_noise_has_the_promised_distribution(uploads, deviation):
     assert np.abs(independent).max() < 5 / np.sqrt(SIZE)  # exchanges and rounds have noise of their own
     # There is no signal, and the result says so.
     assert (two.history["signal_to_noise"][1:] < 0.3).all()
-    assert any("drowns the signal" in note for note in two.notes)
+    assert any("drowns the signal" in note for note in two.remarks)
 
 
 def test_a_transform_acts_on_what_is_news():
@@ -248,7 +247,7 @@ def test_simulation_equals_deployment(name):
     quiet = {"evaluate_every": None, "progress": False}
     together = simulate(algorithm, task, **options, **quiet, client_axis="vmap")
     in_turn = simulate(algorithm, task, **options, **quiet, client_axis="map")
-    server, clients = deploy(algorithm, task, **options)
+    server, clients, _ = deploy(algorithm, task, **options)
     same = lambda one, other: jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-9, atol=1e-11), one, other)
     same((together.server, together.clients), (server, clients))
     same((together.server, together.clients), (in_turn.server, in_turn.clients))
@@ -326,7 +325,7 @@ def test_noise_of_the_paper():
     assert_allclose(paper.sigma, 2 * 96.8961, atol=1e-4)
     assert exact.sigma < paper.sigma
     # What it says of epsilon = 1 with the clip as sensitivity is not what is spent.
-    spent = spending(make("fedavg", lr=0.1), regression(), LocalDP(epsilon=1, delta=1e-5, **printed))
+    spent = find_spending(make("fedavg", lr=0.1), regression(), uploads=LocalDP(epsilon=1, delta=1e-5, **printed))
     assert 1 < spent.epsilon(1) < 2
 
 
@@ -336,13 +335,15 @@ def test_the_analytic_mechanism_gives_the_epsilon_that_was_asked_for(epsilon):
     assert_allclose(
         guarantee.sigma, get_smallest_gaussian_noise(DifferentialPrivacyParameters(epsilon, 1e-6), 1, 6.0), rtol=1e-3
     )
-    assert_allclose(spending(make("fedavg", lr=0.1), regression(), guarantee).epsilon(1), epsilon, rtol=1e-6)
+    assert_allclose(
+        find_spending(make("fedavg", lr=0.1), regression(), uploads=guarantee).epsilon(1), epsilon, rtol=1e-6
+    )
 
 
 def test_composition_agrees_with_the_library():
     delta, rounds = 1e-5, 7
     task, algorithm = TASKS["conditional"](), CASES["fcsg-m"].algorithm("fcsg-m")  # exchanges at the start too
-    local = spending(algorithm, task, LOCAL, cohort=cohort_rule(2, "weights", task.weights))
+    local = find_spending(algorithm, task, uploads=LOCAL, cohort=2)
     assert (local.start, local.round, local.cohort) == (1, 1, None)  # the server sees who sends
     accountant = dp_accounting.pld.PLDAccountant()
     accountant.compose(dp_accounting.GaussianDpEvent(2.0), local.start + rounds * local.round)
@@ -350,19 +351,18 @@ def test_composition_agrees_with_the_library():
 
     nested = CASES["mbsgd"].algorithm("mbsgd")  # two exchanges in a round
     many = TASKS["global composition"]((4,) * 50)
-    two = cohort_rule(2, "weights", many.weights)
-    central = spending(nested, many, CENTRAL, cohort=two)
+    central = find_spending(nested, many, uploads=CENTRAL, cohort=2)
     assert (central.start, central.round, central.cohort) == (0, 2, 2)
     accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
     both = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(2.0), 2)
     accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(50, 2, both), 100)
     assert_allclose(central.epsilon(100), accountant.get_epsilon(delta), rtol=1e-12)
-    assert central.epsilon(100) < spending(nested, many, CENTRAL).epsilon(100) / 2  # sampling amplifies
+    assert central.epsilon(100) < find_spending(nested, many, uploads=CENTRAL).epsilon(100) / 2  # sampling amplifies
     uneven = Task.create(many.problem, many.data, jnp.zeros(3), weights=np.arange(1, 51), batch_size=4)
-    assert spending(nested, uneven, CENTRAL, cohort=cohort_rule(2, "weights", uneven.weights)).cohort is None
+    assert find_spending(nested, uneven, uploads=CENTRAL, cohort=2).cohort is None
     # Clients that keep a state: what one of them says depends on who was drawn before, and the proof does not hold.
     keeping = CASES["scaffold"].algorithm("scaffold")
-    assert spending(keeping, TASKS["single level"]((4,) * 50), CENTRAL, cohort=two).cohort is None
+    assert find_spending(keeping, TASKS["single level"]((4,) * 50), uploads=CENTRAL, cohort=2).cohort is None
 
 
 def test_a_run_stops_where_the_budget_is_spent(tmp_path):
@@ -376,15 +376,17 @@ def test_a_run_stops_where_the_budget_is_spent(tmp_path):
     assert short.spending.epsilon(done) <= 2.0 < short.spending.epsilon(done + 1)
     assert_allclose(short.history["epsilon"], [short.spending.epsilon(r) for r in short.history["round"]])
     assert short.history["round"][-1] == done and short.history["epsilon"][0] == 0
-    assert any(f"stopped after round {done} of 9" in note for note in short.notes)
+    assert any(f"stopped after round {done} of 9" in note for note in short.remarks)
     # A larger budget goes on from there, as if nothing had happened.
     longer, whole = (simulate(algorithm, task, uploads=guarantee(99.0), **options, **f) for f in (file, {}))
     assert (longer.server.x == whole.server.x).all() and int(longer.run.round) == 9
-    assert not any("stopped" in note for note in longer.notes)
+    assert not any("stopped" in note for note in longer.remarks)
     assert_allclose(longer.history["epsilon"][-1], whole.history["epsilon"][-1])
     # A second run on the same data adds to the first, and its budget is for both.
     again = LocalDP(clip=1.0, noise_multiplier=4.0, delta=1e-5, earlier=short.spent)
-    assert_allclose(spending(algorithm, task, again).epsilon(2), short.spending.epsilon(done + 2), rtol=1e-9)
+    assert_allclose(
+        find_spending(algorithm, task, uploads=again).epsilon(2), short.spending.epsilon(done + 2), rtol=1e-9
+    )
     assert sweep([algorithm], task, uploads=guarantee(2.0), **options).history["round"][-1] == done
     with pytest.raises(UserError, match="the first round spends"):
         simulate(algorithm, task, uploads=guarantee(0.01), **options)
@@ -482,4 +484,4 @@ def test_stages_share_no_noise_even_where_it_is_repeatable():
     at_first = Trace("fedbio", 0, {})
     stage = StageTrace("weights", 5, {}, np.zeros(5), measure(make("fedavg", lr=0.1), regression()), 3, "last")
     later = at_first.extended(stage, None, "finished", {})
-    assert len({budget.options(5, kind, trace)["noise_seed"] for trace in (at_first, later)}) == 2
+    assert len({budget.options(5, kind, trace).noise_seed for trace in (at_first, later)}) == 2

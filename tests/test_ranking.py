@@ -287,7 +287,8 @@ def test_soap_keeps_one_estimate_per_positive():
         KEY,
     )
     unused: Any = None
-    fed = Fed(mean=unused, gather=unused, sync=False, t=0, step=0, server=None, key=KEY, shared_key=KEY, share=1.0)
+    words = {"mean": unused, "gather": unused, "note": unused}
+    fed = Fed(**words, sync=False, t=0, step=0, server=None, key=KEY, shared_key=KEY, share=1.0)
     step = jax.jit(lambda state, sample: algorithm.step(task.problem, state, lambda j: sample, fed))
     once = step(algorithm.init(task.problem, (x,), lambda j: sample([2, 2, 3]), fed), sample([2, 2, 3]))
     seen = task.problem.inner_values(x, sample([2, 2, 3]).batch, KEY)

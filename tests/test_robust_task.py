@@ -183,7 +183,7 @@ def test_metrics_in_training_are_those_of_the_final_state(study):
     assert {f"test_{name}" for name in ("loss", "robust_objective", "worst_decile_loss", "auroc")} <= set(shared)
     for name in shared:
         np.testing.assert_allclose(last[name], final.loc[last.index, name], rtol=1e-6, err_msg=name)
-    assert study.history.projections.notna().groupby(study.history.method).any().to_dict() == {
+    assert study.history.projected_share.notna().groupby(study.history.method).any().to_dict() == {
         "fedavg": False, "feddro": True, "fedavg-co-1": False, "fedavg-co-2": False,
     }  # fmt: skip
 
@@ -376,5 +376,5 @@ def test_what_rises_and_what_does_not():
     wild = simulate(make("fedavg", lr=0.6), quadratics(), rounds=20, progress=False)  # (1 - 0.6 x 2.5)^2 > 0: it swings
     tame = simulate(make("fedavg", lr=0.1), quadratics(), rounds=20, progress=False)
     grows = simulate(make("fedavg", lr=1.2), quadratics(), rounds=20, progress=False)
-    assert not wild.notes and not tame.notes
-    assert len(grows.notes) == 1 and "above" in grows.notes[0] and "where it began" in grows.notes[0]
+    assert not wild.remarks and not tame.remarks
+    assert len(grows.remarks) == 1 and "above" in grows.remarks[0] and "where it began" in grows.remarks[0]

@@ -257,7 +257,7 @@ def test_message_passing_of_scaled_numbers_is_the_simulation():
     algorithm = make("feddro", lr=1e-4, beta=0.9, first_batches=2)
     options = {"rounds": 3, "dropout": 0.3}
     simulated = simulate(algorithm, task, evaluate_every=None, **options).server
-    deployed, _ = deploy(algorithm, task, **options)
+    deployed = deploy(algorithm, task, **options).server
     assert float(simulated.y.log()[0]) > 100
     assert_allclose(deployed.x, simulated.x, rtol=1e-12)
     assert_allclose(deployed.y.log(), simulated.y.log(), rtol=1e-12)

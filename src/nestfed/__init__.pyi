@@ -34,10 +34,12 @@ from .core.settings import setting as setting
 from .core.settings import static as static
 from .core.settings import struct as struct
 from .core.task import Task as Task
-from .uploads import CentralDP as CentralDP
-from .uploads import LocalDP as LocalDP
 
 # Verbs
+from .engine.options import Options as Options
+from .engine.rounds import Run as Run
+from .uploads import CentralDP as CentralDP
+from .uploads import LocalDP as LocalDP
 from .verbs import diagnostics as diagnostics
 from .verbs import personalise as personalise
 from .verbs.conformance import check_algorithm as check_algorithm

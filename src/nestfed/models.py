@@ -27,31 +27,31 @@ from nestfed.core.types import Array, PyTree
 
 
 def dense(layer: PyTree, inputs: Array) -> Array:
-    """inputs @ weight + bias, computed in the type of the inputs."""
+    """Return inputs @ weight + bias, computed in the type of the inputs."""
     return _add(inputs @ layer["weight"].astype(inputs.dtype), layer["bias"][None])
 
 
 def _add(values: Array, bias: Array) -> Array:
-    # In the bias's own precision: its gradient is a long sum, which half precision would spoil.
+    # This adds in the bias's own precision: the gradient of a bias is a long sum, which half precision would spoil.
     return (values + bias).astype(values.dtype)
 
 
 def init_dense(key: Array, inputs: int, outputs: int, gain: float = 1.0) -> PyTree:
-    """Normal weights of variance gain / inputs (gain 2 is He's, for layers before a ReLU), and a bias of zero."""
+    """Return normal weights of variance gain / inputs (gain 2 is He's, for layers before a ReLU) and a bias of zero."""
     weight = jax.random.normal(key, (inputs, outputs)) * math.sqrt(gain) / math.sqrt(inputs)
     return {"weight": weight, "bias": jnp.zeros(outputs)}
 
 
 def planes_of(images: Array) -> Array:
-    """[rows, height, width, channels] -> [channels, height, width, rows]."""
+    """Turn [rows, height, width, channels] into [channels, height, width, rows]."""
     return images.transpose(3, 1, 2, 0)
 
 
 def convolve(planes: Array, kernel: Array, stride: int = 1, padding: int | str = "SAME", pool: int = 1) -> Array:
-    """The convolution of planes with a kernel [height, width, channels, outputs], computed in the type of the planes.
+    """Convolve planes with a kernel [height, width, channels, outputs], in the type of the planes.
 
     padding    "SAME" (outputs: inputs / stride, rounded up), "VALID" (none), or a number of zeros at every border
-    pool       of every pool x pool outputs the largest alone; a border that fills no such window is left out
+    pool       keeps the largest of every pool x pool outputs; a border that fills no such window is left out
     """
     height, width, channels, outputs = kernel.shape
     if planes.shape[0] != channels:
@@ -74,8 +74,8 @@ def convolve(planes: Array, kernel: Array, stride: int = 1, padding: int | str =
         )
     if min(high, wide) < pool:
         raise _too_small_to_pool(high, wide, pool)
-    # The outputs at one place of all windows are a convolution of their own, of stride x pool: a product for each, and
-    # the largest of these matrices. Strided slices are made once; all shifts are then runs of memory.
+    # The outputs at one place of all windows are a convolution of their own, of stride x pool: each is a product, and
+    # the largest of these matrices is kept. Strided slices are made once; all shifts are then runs of memory.
     high, wide, jump = high // pool, wide // pool, stride * pool
     padded = jnp.pad(planes, ((0, 0), *pads, (0, 0)))
     strided = [[padded[:, i::jump, j::jump] for j in range(jump)] for i in range(jump)]
@@ -105,12 +105,12 @@ def _larger_jvp(primals, tangents):
 
 
 def conv2d(images: Array, kernel: Array, stride: int = 1, padding: int | str = "SAME") -> Array:
-    """`convolve` for images [rows, height, width, channels], in networks of your own."""
+    """Do as `convolve`, for images [rows, height, width, channels] in networks of your own."""
     return convolve(planes_of(images), kernel, stride, padding).transpose(3, 1, 2, 0)
 
 
 def init_kernel(key: Array, size: int, inputs: int, outputs: int) -> Array:
-    """He's initialisation: normal numbers of variance 2 / (numbers that one output sees)."""
+    """Return He's initialisation: normal numbers of variance 2 / (how many numbers one output sees)."""
     return jax.random.normal(key, (size, size, inputs, outputs)) * math.sqrt(2 / (size * size * inputs))
 
 
@@ -122,7 +122,7 @@ def _too_small_to_pool(height: int, width: int, window: int) -> UserError:
 
 
 def _windows(planes: Array, window: int) -> Array:
-    """[channels, height, window, width, window, rows]: windows side by side; what does not fill one is left out."""
+    """Return windows side by side, [channels, height, window, width, window, rows], without what does not fill one."""
     channels, height, width, rows = planes.shape
     if min(height, width) < window:
         raise _too_small_to_pool(height, width, window)
@@ -131,7 +131,7 @@ def _windows(planes: Array, window: int) -> Array:
 
 
 def max_pool(planes: Array, window: int = 2) -> Array:
-    """The largest number of every window; windows lie side by side, and a border that fills none is left out."""
+    """Return the largest number of every window; windows lie side by side, and a border that fills none is left out."""
     if window == 1:
         return planes
     windows = _windows(planes, window)
@@ -140,7 +140,7 @@ def max_pool(planes: Array, window: int = 2) -> Array:
 
 
 def average_pool(planes: Array, window: int = 2) -> Array:
-    """The mean of every window; windows lie side by side, and a border that fills none is left out."""
+    """Return the mean of every window; windows lie side by side, and a border that fills none is left out."""
     return planes if window == 1 else _windows(planes, window).mean((2, 4))
 
 
@@ -149,14 +149,14 @@ EPSILON = 1e-5
 
 
 def _standardised(values: Array, axes: tuple[int, ...]) -> Array:
-    """Mean 0 and variance 1 over the axes, with statistics of at least single precision."""
+    """Give values mean 0 and variance 1 over the axes, with statistics of at least single precision."""
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     centred = wide - wide.mean(axes, keepdims=True)
     return centred * lax.rsqrt((centred**2).mean(axes, keepdims=True) + EPSILON)
 
 
 def group_norm(layer: PyTree, planes: Array, groups: int = GROUPS) -> Array:
-    """Every image and group of channels standardised, then scaled and shifted per channel."""
+    """Standardise every image and group of channels, then scale and shift each channel."""
     channels, *rest = planes.shape
     if channels % groups:
         raise UserError(
@@ -168,7 +168,7 @@ def group_norm(layer: PyTree, planes: Array, groups: int = GROUPS) -> Array:
 
 
 def batch_norm(layer: PyTree, planes: Array) -> Array:
-    """Every channel standardised over the batch at hand, in training and in use; then scaled and shifted.
+    """Standardise every channel over the batch at hand, in training and in use; then scale and shift it.
 
     There are no running statistics: what a network answers for an image depends on the others in the batch.
     """
@@ -201,7 +201,7 @@ def _check_norm(norm: str | None, choices: tuple[str | None, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Perceptron:
-    """Fully connected layers; without a hidden layer it is logistic regression."""
+    """Has fully connected layers; without a hidden layer it is logistic regression."""
 
     hidden: tuple[int, ...] = ()
     outputs: int = 1
@@ -212,14 +212,14 @@ class Perceptron:
         return [init_dense(k, *sides) for k, sides in zip(keys, zip(widths, widths[1:], strict=False), strict=True)]
 
     def __call__(self, params: PyTree, inputs: Array) -> Array:
-        """Logits: [rows] of one output, [rows, outputs] of several."""
+        """Return logits: [rows] for one output, [rows, outputs] for several."""
         *hidden, head = params
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, head["weight"].dtype))
         return _logits(head, hidden_features(hidden, inputs))
 
 
 def hidden_features(hidden: PyTree, inputs: Array) -> Array:
-    """What the head of a perceptron sees."""
+    """Return what the head of a perceptron sees."""
     for layer in hidden:
         inputs = jax.nn.relu(dense(layer, inputs))
     return inputs
@@ -245,21 +245,21 @@ class ImageModel(abc.ABC):
 
     @abc.abstractmethod
     def init_extractor(self, key: Array, shape: tuple[int, int, int]) -> PyTree:
-        """The parameters of `features`."""
+        """Return the parameters of `features`."""
 
     @abc.abstractmethod
     def features(self, extractor: PyTree, images: Array) -> Array:
-        """[rows, features]: what the head sees."""
+        """Return what the head sees, [rows, features]."""
 
     def init(self, key: Array, shape: tuple[int, int, int]) -> PyTree:
-        """Parameters for images of this shape, (height, width, channels)."""
+        """Return parameters for images of this shape, (height, width, channels)."""
         body, head = jax.random.split(key)
         extractor = self.init_extractor(body, shape)
         width = jax.eval_shape(self.features, extractor, jax.ShapeDtypeStruct((1, *shape), jnp.float32)).shape[1]
         return {"extractor": extractor, "head": init_dense(head, width, self.outputs)}
 
     def __call__(self, params: PyTree, images: Array) -> Array:
-        """Logits: [rows] of one output, [rows, outputs] of several."""
+        """Return logits: [rows] for one output, [rows, outputs] for several."""
         head = params["head"]
         return _logits(head, self.features(params["extractor"], images).astype(head["weight"].dtype))
 
@@ -273,7 +273,7 @@ class ImageModel(abc.ABC):
 
 
 class Convolution(NamedTuple):
-    """A layer of a CNN: kernel x kernel, then the largest of every pool x pool."""
+    """Describes a layer of a CNN: a kernel of kernel x kernel, then the largest of every pool x pool outputs."""
 
     channels: int
     kernel: int = 3
@@ -284,7 +284,7 @@ class Convolution(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CNN(ImageModel):
-    """Convolutions (each: ReLU, norm if there is one, pooling), then fully connected layers."""
+    """Has convolutions (each with ReLU, a norm if there is one, and pooling), then fully connected layers."""
 
     layers: tuple[Convolution, ...] = (Convolution(32, pool=2), Convolution(64, pool=2), Convolution(64))
     hidden: tuple[int, ...] = ()
@@ -317,7 +317,7 @@ class CNN(ImageModel):
     def _convolved(self, convolutions: PyTree, images: Array) -> Array:
         values = self._planes(images, convolutions[0]["kernel"])
         for layer, params in zip(self.layers, convolutions, strict=True):
-            # A ReLU and a bias keep the order of numbers: after pooling they are the same, on fewer numbers.
+            # A ReLU and a bias keep the order of numbers: after pooling they do the same to fewer numbers.
             at_once = layer.pool if self.norm is None else 1
             values = convolve(values, params["kernel"], layer.stride, layer.padding, at_once)
             values = jax.nn.relu(_add(values, _per_channel(params["bias"])))
@@ -328,7 +328,10 @@ class CNN(ImageModel):
 
 @dataclasses.dataclass(frozen=True)
 class ResNet(ImageModel):
-    """The residual networks for small images of He et al. (CVPR 2016), of 2 blocks x stages + 2 layers; ResNet20 here.
+    """The residual networks for small images, of 2 blocks x stages + 2 layers; the defaults make ResNet20.
+
+    They are those of He, Zhang, Ren and Sun, "Deep residual learning for image recognition", CVPR 2016,
+    doi:10.1109/CVPR.2016.90, arXiv:1512.03385.
 
     A shortcut between stages takes every second pixel and fills the new channels with zeros (their option A), so that
     it has no parameters. `norm` is "group" (8 groups; an image's output depends on that image alone) or "batch".
@@ -343,7 +346,7 @@ class ResNet(ImageModel):
 
     @property
     def _blocks(self) -> list[tuple[int, int, int]]:
-        """(channels in, channels out, stride) of every block."""
+        """Return (channels in, channels out, stride) of every block."""
         sides = zip((self.widths[0], *self.widths), self.widths, strict=False)
         first = [(inputs, outputs, 1 if stage == 0 else 2) for stage, (inputs, outputs) in enumerate(sides)]
         return [one for start in first for one in (start, *[(start[1], start[1], 1)] * (self.blocks - 1))]
@@ -394,12 +397,12 @@ IMAGE_MODELS: dict[str, Entry[ImageModel]] = {
 
 
 def model_named(name: str) -> Perceptron:
-    """A model for rows of numbers; `dataclasses.replace(model, outputs=...)` gives it classes."""
+    """Return a model for rows of numbers; `dataclasses.replace(model, outputs=...)` gives it classes."""
     return _named(name, MODELS, "rows of numbers")
 
 
 def image_model_named(name: str) -> ImageModel:
-    """A model for images; `dataclasses.replace(model, outputs=..., dtype=...)` changes it."""
+    """Return a model for images; `dataclasses.replace(model, outputs=..., dtype=...)` changes it."""
     return _named(name, IMAGE_MODELS, "images")
 
 

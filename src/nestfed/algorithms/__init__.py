@@ -1,4 +1,4 @@
-"""All algorithms by name. To add one: write its file, add its row here, add its row to tests/cases.py."""
+"""All algorithms by name. To add one, write its file, add its row here and add its row to tests/cases.py."""
 
 import dataclasses
 from typing import Any
@@ -88,7 +88,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def find(name: str) -> type[Algorithm]:
-    """The class of the algorithm of this name."""
+    """Return the class of the algorithm of this name."""
     cls = ALGORITHMS.get(name.lower())
     if cls is None:
         raise UserError(f"there is no algorithm {name!r}{_nearest(name, ALGORITHMS)} All: {', '.join(ALGORITHMS)}.")
@@ -96,7 +96,7 @@ def find(name: str) -> type[Algorithm]:
 
 
 def make(name: str, **settings: Any) -> Algorithm:
-    """The algorithm of this name with these settings: `make("fedavg", lr=0.1, local_steps=5)`.
+    """Return the algorithm of this name with these settings: `make("fedavg", lr=0.1, local_steps=5)`.
 
     A dotted name reaches into a part: `make("fedbio", ..., **{"hypergradient.terms": 20})`.
     """

@@ -8,10 +8,10 @@ BSpiderBoost, a round of local_steps steps, each with an exchange of d numbers:
     other steps             v  <- v + mean_k (G_k(x) - G_k(x')), one batch at both points, x' the point before
     every step              x  <- x - lr v
 
-Why    What the federated methods are compared with: no drift of clients, an exchange in every step.
-Ref.   Hu et al., "Biased stochastic first-order methods for conditional stochastic optimization and applications in
-       meta learning", NeurIPS 2020, Algorithms 1 and 2.
-Departures  On a federation the batch of a step is that of all clients together. With one client it is the paper's.
+Why    The federated methods are compared with these two: here no client drifts, but every step needs an exchange.
+Ref.   Hu, Zhang, Chen and He, "Biased stochastic first-order methods for conditional stochastic optimization and
+       applications in meta learning", NeurIPS 2020, arXiv:2002.10790, Algorithms 1 and 2.
+Departures  In a federation the batch of a step is that of all clients together. With one client it is the paper's.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class BSGD(Algorithm):
-    """Conditional, centralised: a step along the plug-in gradient of everybody's batch."""
+    """Descends the plug-in gradient of everybody's batch in every step, as one machine with all data would."""
 
     lr: float = setting("alpha: step size", above=0)
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
@@ -45,7 +45,7 @@ class BSGD(Algorithm):
 
 @struct
 class BSpiderBoost(Algorithm):
-    """Conditional, centralised: gradients kept up to date by differences, refreshed once a round."""
+    """Keeps a gradient up to date by differences and refreshes it once a round, as one machine with all data would."""
 
     lr: float = setting("alpha: step size", above=0)
     refresh_batches: int = setting("B / b: batches of a refresh", default=10, at_least=1, static=True)

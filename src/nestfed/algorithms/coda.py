@@ -3,29 +3,30 @@
 Problem   min_x max_alpha mean_k F_k(x, alpha), concave in alpha; x = (model, a, b) where F is `AreaUnderRoc`'s.
 
 Stage s = 0, 1, ... has `stage_steps` growth^s steps, of size lr_s = lr / shrink^s, around its reference x_ref.
-Step at client k, on one batch, both at the point before it:
+Step at client k, on one batch; both lines use the point before the step:
     x_k      <- x_k - lr_s (grad_x F_k(x_k, alpha_k) - c_k + c + (x_k - x_ref) / gamma)
     alpha_k  <- alpha_k + lr_s (grad_alpha F_k(x_k, alpha_k) - e_k + e)
-    CODA+ has no c, c_k, e, e_k; CODASCA's are control variates.
+    CODA+ has no c, c_k, e and e_k; in CODASCA they are control variates.
 Last step of a round, I local steps, from the broadcast (x, alpha):
     CODASCA   c_k <- c_k - c + (x - x_k) / (I lr_s),  e_k <- e_k - e + (alpha_k - alpha) / (I lr_s)
               c <- c + mean_k share_k (change of c_k),  e likewise; share_k as in `scaffold`
-    (x, alpha) <- mean_k (x_k, alpha_k)                       d + 1 numbers, which is the model's and 3; CODASCA twice
+    (x, alpha) <- mean_k (x_k, alpha_k)                       d + 1 numbers (the model's and 3); CODASCA: twice that
 Last round of a stage, instead:
     (x, alpha) <- mean_k (mean over the stage's steps of (x_k, alpha_k)),   x_ref <- x
 
-Why    The proximal term makes a stage a strongly convex problem, whose average point is close to its solution; steps
-       that shrink as stages grow then give a rate that does not depend on the number of local steps. A stage's last
-       round needs its points' average and not the last point, so a client keeps a running sum and sends that instead:
-       averages cost no traffic. CODASCA's correction is SCAFFOLD's, for both variables: without noise its fixed point
-       is the common saddle for any number of local steps, where CODA+ stops at one between the clients' own.
-Ref.   Yuan et al., "Federated deep AUC maximization for heterogeneous data with a constant communication complexity",
-       ICML 2021.
+Why    The proximal term makes a stage a strongly convex problem, and the average of its points is close to the
+       solution; steps that shrink as stages grow then give a rate that does not depend on the number of local steps.
+       The last round of a stage needs the average of its points instead of the last point, so a client keeps a running
+       sum and sends the average: that costs no traffic. CODASCA corrects both variables as SCAFFOLD does: without noise
+       its fixed point is the common saddle point for any number of local steps, where CODA+ stops at a point between
+       the clients' own saddle points.
+Ref.   Yuan, Guo, Xu, Ying and Yang, "Federated deep AUC maximization for heterogeneous data with a constant
+       communication complexity", ICML 2021, arXiv:2102.04635.
 Departures
   * A stage ends with the first round in which its steps are done, so every stage has whole rounds.
   * The dual variable may have a step size of its own, `dual_lr`, which shrinks likewise.
-  * With partial participation a client averages over the steps of a stage that it did.
-  * CODASCA: every stage ends as CODA+'s do. The server's step size is 1. lr must be constant within a round.
+  * With partial participation a client averages over those steps of a stage that it took.
+  * In CODASCA every stage ends as in CODA+. The server's step size is 1, and lr must be constant within a round.
 """
 
 from typing import NamedTuple
@@ -40,7 +41,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class CODAPlus(Algorithm):
-    """Minimax: local descent and ascent around a reference point, restarted in stages from averages."""
+    """Descends and ascends locally around a reference point, in stages that restart from averages."""
 
     lr: float = setting("eta: step size of the first stage", above=0)
     dual_lr: float | None = setting("step size of alpha in the first stage; none: lr", default=None, above=0)
@@ -55,11 +56,11 @@ class CODAPlus(Algorithm):
         x: Shared
         alpha: Shared
         reference: Shared  # x at the start of the stage
-        stage: Shared  # its number
-        began: Shared  # the step index at its start
-        total: Local  # sum of (x_k, alpha_k) over the client's steps ...
-        steps: Local  # ... of which there were so many ...
-        own_stage: Local  # ... in this stage
+        stage: Shared  # the number of the stage
+        began: Shared  # the step index at the start of the stage
+        total: Local  # the sum of (x_k, alpha_k) over the client's steps in the stage `own_stage`
+        steps: Local  # the number of these steps
+        own_stage: Local  # the stage of the client's last step
 
     def init(self, problem, params, draw, fed):
         x, alpha = params
@@ -77,7 +78,7 @@ class CODAPlus(Algorithm):
         )
 
     def local_step(self, problem, s, draw, fed, corrections=None):
-        """A step of (x, alpha), added to the client's sums."""
+        """Take a step of (x, alpha) and add the new point to the client's sums."""
         gradients = problem.gradients(s.x, s.alpha, draw(0))
         if corrections is not None:
             gradients = jax.tree.map(jnp.add, gradients, corrections)
@@ -89,22 +90,22 @@ class CODAPlus(Algorithm):
         return s._replace(x=x, alpha=alpha, total=total, steps=jnp.where(going_on, s.steps, 0) + 1, own_stage=s.stage)
 
     def rates(self, s, fed):
-        """The step sizes of x and alpha."""
+        """Return the step sizes of x and alpha."""
         shrunk = lambda rate: (at(rate, fed.t) / self.shrink**s.stage).astype(s.x.dtype)
         lr = shrunk(self.lr)
         return lr, lr if self.dual_lr is None else shrunk(self.dual_lr)
 
     def ending(self, s, fed):
-        """Is this the stage's last round?"""
+        """Tell whether this is the stage's last round."""
         return fed.t + 1 - s.began >= self.stage_steps * self.growth**s.stage
 
     def message(self, s, fed):
-        """What a client sends: its point, or its average point where the stage ends."""
+        """Return what a client sends: its point, or its average point where the stage ends."""
         average = lambda point, total: jnp.where(self.ending(s, fed), total / s.steps.astype(point.dtype), point)
         return jax.tree.map(average, (s.x, s.alpha), s.total)
 
     def synchronised(self, problem, s, fed, answer):
-        """The common state from the mean of the messages."""
+        """Return the common state that follows from the mean of the messages."""
         x, alpha, ends = problem.feasible_x(answer[0]), problem.feasible_alpha(answer[1]), self.ending(s, fed)
         return s._replace(
             x=x,
@@ -117,7 +118,7 @@ class CODAPlus(Algorithm):
 
 @struct
 class CODASCA(CODAPlus):
-    """Minimax: CODA+ with control variates against the drift of local steps."""
+    """Runs CODA+ with control variates against the drift of local steps."""
 
     class State(NamedTuple):
         x: Shared
@@ -129,7 +130,7 @@ class CODASCA(CODAPlus):
         steps: Local
         own_stage: Local
         common: Shared = None  # (c, e): the server's control variates
-        own: Local = None  # (c_k, e_k): the client's
+        own: Local = None  # (c_k, e_k): the client's control variates
 
     def init(self, problem, params, draw, fed):
         plain = super().init(problem, params, draw, fed)

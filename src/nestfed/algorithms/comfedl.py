@@ -2,17 +2,17 @@
 
 Problem   min_x mean_k [h_k(x) + f_k(g_k(x))].
 
-Step at client k, a large batch B and another one C:
+Step at client k, with a large batch B and another one C:
     x_k  <- x_k - lr (grad h_k(x_k; C) + J g_k(x_k; B)^T grad f_k(g_k(x_k; B); C))
     x_k  <- mean_k x_k                                              last step of the round: d numbers
 
 Why    No estimate is kept: a batch that is large enough makes the bias of f(batch mean) small. It is FedAvg on a
        composition, and drifts as FedAvg does. It does not solve problems in which the clients share one inner function.
 Ref.   Huang, Li and Huang, "Compositional federated learning: applications in distributionally robust averaging and
-       meta learning", arXiv:2106.11264.
+       meta learning", preprint, 2021, arXiv:2106.11264.
 Departures
-  * Both batches have the task's batch size: make it large, the bias is of the order of its inverse.
-  * h is allowed.
+  * Both batches have the task's batch size: make it large, because the bias is of the order of its inverse.
+  * An ordinary average loss h is allowed beside the composition.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class ComFedL(Algorithm):
-    """Compositional, every client its own composition: local steps on large batches, average x."""
+    """Takes local steps on large batches, every client along its own composition, and averages x."""
 
     lr: float = setting("eta: step size", above=0)
 

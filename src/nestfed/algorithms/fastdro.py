@@ -8,22 +8,22 @@ Step at client k (a round is one step):
     the server finds the worst weights for the rows of all batches              b numbers down
     x <- mean_k [x - lr (sum_i p_i grad l_i(x) + grad regulariser(x))]          d numbers
 
-Multilevel (`levels` J > 0): level j = 1, 2, ..., J - 1 is drawn with probability 2^-j, J with the rest; only the
+Multilevel (`levels` J > 0): level j = 1, 2, ..., J - 1 is drawn with probability 2^-j, and J with the rest; only the
 first b / 2^(J - j) rows of each batch count. With p(A) the worst weights among the rows A,
     p = p(first b / 2^J rows) + [p(rows of level j) - p(first half of them) / 2 - p(second half) / 2] / probability of j
 has the mean of p(all rows): the bias is that of all b rows.
 
-Why    The worst weights of a batch understate the worst case, by less the larger the batch. By the envelope theorem
-       they may be held fixed in the gradient. A multilevel step has the bias of a large batch and usually looks at few
-       rows; the price is heavy tails.
+Why    The worst weights of a batch understate the worst case, and the larger the batch, the less they do. By the
+       envelope theorem they may be held fixed in the gradient. A multilevel step has the bias of a large batch and
+       usually looks at few rows; the price is heavy tails.
 Ref.   Levy, Carmon, Duchi and Sidford, "Large-scale methods for distributionally robust optimization", NeurIPS 2020,
-       and the authors' code (daniellevy/fast-dro).
+       arXiv:2010.05893, and the authors' code (daniellevy/fast-dro).
 Departures
-  * Parallel, with plain steps; the released runs have momentum.
+  * The clients work in parallel and take plain steps; the released runs have momentum.
   * Clients may have weights, which their rows share (the paper's rows count alike). Rows of clients that do not answer
-    count nothing.
+    do not count.
   * With few clients the adversary knows only the cohort's rows: the limit is where the mean over cohorts of their worst
-    cases is least, a milder problem.
+    cases is least, which is a milder problem.
   * Shapes of a program are fixed: a multilevel step computes and sends all b losses and gives those beyond its level
     the weight zero. It has the statistics of the method, not its savings.
 """
@@ -45,7 +45,7 @@ GEOMETRIES = ("chi-square-penalty", "chi-square-ball", "cvar", "kl-cvar")
 
 @struct
 class FastDRO(Algorithm):
-    """Single level, robust: the rows of all batches are weighed by an adversary at the server."""
+    """Descends the losses of the rows of all batches, which an adversary at the server weighs."""
 
     lr: float = setting("eta: step size", above=0)
     geometry: str = setting("what the adversary may do", default=GEOMETRIES[0], choices=GEOMETRIES, static=True)
@@ -84,17 +84,17 @@ class FastDRO(Algorithm):
         return self.State(problem.feasible_x(fed.mean(x, around=s.x)))
 
     def answer(self, losses, weights, key):
-        """[clients, b]: what each client multiplies its losses with, so that the mean over clients is sum p_i l_i."""
+        """Return [clients, b]: the factors of each client's losses that make the mean over clients sum p_i l_i."""
         shares = (weights / weights.sum()).astype(losses.dtype)
         p = self.worst_weights(losses, shares, self.level(key) if self.levels else None)
         return p / jnp.where(shares > 0, shares, 1)[:, None]
 
     def level(self, key):
-        """1, 2, ...: one more than the zeros that a random word begins with."""
+        """Draw 1, 2, ...: one more than the number of zeros with which a random word begins."""
         return jnp.minimum(1 + lax.clz(random_words(key, 1)[0]).astype(int), self.levels)
 
     def worst_weights(self, losses, shares, level):
-        """p [clients, b] for losses [clients, b]; shares [clients] are the clients' nominal weights."""
+        """Return p [clients, b] for losses [clients, b]; shares [clients] are the clients' nominal weights."""
         rows = losses.shape[1]
         row = jnp.arange(rows)
 

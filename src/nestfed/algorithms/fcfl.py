@@ -14,18 +14,19 @@ Server    l^, g^ = smooth maxima sum_k p_k v_k, p = softmax(v / width), a width 
     width <- max(shrink width, floor) where 0.1 ||gradient of the maximum|| <= width, for the next step
     x <- x - lr (direction + weight_decay x)                                                        d + 2 numbers down
 
-Why    A direction with a nonnegative product with a gradient does not raise that function, to first order. The point of
-       least norm in the hull of the gradients has one with each of them, so stage 2 always has an answer.
-Ref.   Cui et al., "Addressing algorithmic disparity and performance inconsistency in federated learning", NeurIPS 2021,
-       and the authors' code (cuis15/FCFL).
+Why    To first order, a step x - lr direction does not raise a function whose gradient has a nonnegative product with
+       the direction. The point of least norm in the hull of the gradients has such a product with each of them, so
+       stage 2 always has an answer.
+Ref.   Cui, Pan, Liang, Zhang and Wang, "Addressing algorithmic disparity and performance inconsistency in federated
+       learning", NeurIPS 2021, arXiv:2108.08435, and the authors' code (cuis15/FCFL).
 Departures
-  * The worst client is what counts, not the mean constraint of the class `Constrained`.
+  * The worst client counts here, while the class `Constrained` limits the mean.
   * The linear program of stage 2 is solved to rounding by a fixed number of interior-point steps (a static cost), with
-    an allowance of 1e-11 (float32: 1e-5) of the gradients' size in its constraints: so there is an interior always.
+    an allowance of 1e-11 (float32: 1e-5) of the gradients' size in its constraints: thus there is always an interior.
   * The two widths travel with the direction, because only the reply to the gather sees the gradients they depend on:
     d + 2 numbers down in place of d.
   * Stages are counted in steps in which somebody took part; maxima and the mean are over those who took part. With few
-    clients a step knows only the cohort's worst: the limit is where that of a cohort, on average, pulls nowhere.
+    clients a step knows only the cohort's worst: the limit is where the pull of a cohort's worst is zero on average.
 """
 
 from typing import NamedTuple
@@ -41,12 +42,12 @@ from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.types import Array
 
 NEWTON_STEPS = (
-    30  # measured, 900 programs of 1 to 21 gradients, degenerate ones included: from 25 on rounding is reached
+    30  # measured on 900 programs of 1 to 21 gradients, some of them degenerate: from 25 steps on rounding is reached
 )
 
 
 class Upload(NamedTuple):
-    """What a client sends; at the server every field has a leading axis of clients."""
+    """Holds what a client sends; at the server every field has a leading axis of clients."""
 
     loss: Array
     disparity: Array
@@ -56,7 +57,7 @@ class Upload(NamedTuple):
 
 @struct
 class FCFL(Algorithm):
-    """Smallest worst loss under a limit on every client's disparity, then Pareto steps; all by linear programs."""
+    """Lowers the worst loss under a limit on every client's disparity, then all losses; linear programs say how."""
 
     lr: float = setting("eta: step size of x", above=0)
     stage_one_steps: int = setting("steps of stage 1", default=800, at_least=0, static=True)
@@ -75,8 +76,8 @@ class FCFL(Algorithm):
 
     class State(NamedTuple):
         x: Shared
-        widths: Server  # of the smooth maxima of loss and disparity
-        steps: Server  # done so far
+        widths: Server  # the widths of the smooth maxima of loss and disparity
+        steps: Server  # the number of steps done so far
 
     def init(self, problem, params, draw, fed):
         (x,) = params
@@ -99,11 +100,11 @@ class FCFL(Algorithm):
         return self.State(problem.feasible_x(x), widths, s.steps + 1)
 
     def answer(self, uploads, present, server):
-        """(common direction, widths of the next step)."""
+        """Return (common direction, widths of the next step)."""
         clean = lambda a: jnp.where(present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0)  # an absent client may send NaN
         uploads = Upload(*map(clean, uploads))
         smooth = lambda values, width: jax.nn.softmax(jnp.where(present, values, -jnp.inf) / width)
-        with jax.default_matmul_precision("highest"):  # products of gradients decide: no short floats on accelerators
+        with jax.default_matmul_precision("highest"):  # short floats on accelerators would spoil the products
             of_loss, of_disparity = (smooth(v, w) for v, w in zip(uploads[:2], server.widths, strict=True))
             worst_loss_gradient = of_loss @ uploads.loss_gradient
             worst_disparity_gradient = of_disparity @ uploads.disparity_gradient
@@ -126,7 +127,7 @@ class FCFL(Algorithm):
 
 
 def disparity_share(loss_gradient, disparity_gradient, excess):
-    """a_2 of stage 1, a_1 being 1 - a_2: the objective is linear in it, so an end of the feasible interval is best."""
+    """Return a_2 of stage 1, a_1 being 1 - a_2; as the objective is linear, an end of the feasible interval is best."""
     ll, ld, dd = (
         loss_gradient @ loss_gradient,
         loss_gradient @ disparity_gradient,
@@ -137,9 +138,9 @@ def disparity_share(loss_gradient, disparity_gradient, excess):
 
 
 def pareto_weights(gradients, target, present):
-    """a on the simplex that maximises <a @ gradients, target>  s.t.  <a @ gradients, each gradient> >= 0.
+    """Return the a on the simplex that maximises <a @ gradients, target>  s.t.  <a @ gradients, each gradient> >= 0.
 
-    Rows of `gradients` that are not present get weight zero and make no condition.
+    Rows of `gradients` that are not present get weight zero and impose no condition.
     """
     norms = jnp.linalg.norm(gradients, axis=1)
     unit = gradients / jnp.where(norms > 0, norms, 1)[:, None]
@@ -149,10 +150,10 @@ def pareto_weights(gradients, target, present):
 
 
 def solve_on_simplex(gain, matrix, present):
-    """max gain @ a  s.t.  matrix @ a >= 0 up to an allowance, a >= 0, sum a = 1, over the present entries and rows.
+    """Maximise gain @ a  s.t.  matrix @ a >= 0 up to an allowance, a >= 0, sum a = 1, over present entries and rows.
 
-    For entries of about 1 at most, and a program known to be feasible. Mehrotra's predictor-corrector method with
-    slacks `s` of the conditions, their prices `y`, reduced gains `z` of the weights and the price `top` of the sum.
+    Entries must be about 1 at most, and the program feasible. This is Mehrotra's predictor-corrector method with slacks
+    `s` of the conditions, their prices `y`, reduced gains `z` of the weights and the price `top` of the sum.
     An absent entry stands still at a = s = y = z = 1.
     """
     epsilon = jnp.finfo(gain.dtype).eps
@@ -182,7 +183,7 @@ def solve_on_simplex(gain, matrix, present):
         )
 
         def move(az, sy):
-            """The Newton step towards feasibility and these changes of the products a z and s y."""
+            """Return the Newton step towards feasibility and towards these changes of the products a z and s y."""
             right = jnp.concatenate([on * az - a * missing[0], on * sy - y * missing[1], missing[2][None]])
             da, dy, dtop = jnp.split(lu_solve(factors, right), [size, 2 * size])
             return da, on * dtop - matrix.T @ dy + missing[0], matrix @ da + missing[1], dy, dtop[0]
@@ -203,6 +204,6 @@ def solve_on_simplex(gain, matrix, present):
 
 
 def reach(values, changes):
-    """The longest step, at most 1, that keeps all values nonnegative."""
+    """Return the longest step, at most 1, that keeps all values nonnegative."""
     v, d = jnp.concatenate(values), jnp.concatenate(changes)
     return jnp.min(jnp.where(d < 0, -v / jnp.where(d < 0, d, -1), 1), initial=1)

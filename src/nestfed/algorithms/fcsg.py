@@ -3,7 +3,7 @@
 Problem   min_x mean_k E_xi f_k( E_{eta | xi} g_k(x; xi, eta); xi ).   A batch is b outer samples xi, each with m inner
 samples eta of its own; G_k(x) is the gradient of the mean over the batch of f_k( mean_j g_k(x; xi, eta_j); xi ).
 
-Step at client k, one batch:
+Step at client k, on one batch:
     u_k  <- G_k(x_k)                                                FCSG
     u_k  <- (1 - beta) u_k + beta G_k(x_k)                          FCSG-M
     u_k  <- G_k(x_k) + (1 - beta) (u_k - G_k(x_k'))                 Acc-FCSG-M, x_k' the point of the step before
@@ -11,9 +11,10 @@ Step at client k, one batch:
     x_k  <- mean_k x_k  (and u_k <- mean_k u_k)                     last step of the round: d numbers (2 d)
 
 Why    The same inner samples enter the value and the derivative, in one reverse pass, and the inner mean is taken per
-       outer sample. Averaging inner values over outer samples, as methods for compositions do, is another problem. What
-       is left is a bias of order 1 / m, which no step size and no momentum removes.
-Ref.   Wu et al., "Federated conditional stochastic optimization", NeurIPS 2023, Algorithms 1 and 2.
+       outer sample. Averaging inner values over outer samples, as methods for compositions do, solves another problem.
+       What is left is a bias of order 1 / m, which no step size and no momentum removes.
+Ref.   Wu, Sun, Hu, Li, Zhang and Huang, "Federated conditional stochastic optimization", NeurIPS 2023,
+       arXiv:2310.02524, Algorithms 1 and 2.
 Departures
   * The paper counts a step from the update of x to the next estimate; here a step begins with the estimate. The
     sequence of x is the same, and everything that is carried over a synchronisation is an average.
@@ -21,7 +22,8 @@ Departures
   * prev="local" keeps a client's own point of the step before across a synchronisation, as printed; prev="mean" takes
     the average one, which costs no traffic: it follows from the averages of x and u.
   * The paper has all clients in every round. Here the first estimate is made in the first round in which anybody takes
-    part, and a client that was absent goes on from the average point of the step before: u does not belong to its own.
+    part, and a client that was absent goes on from the average point of the step before, because u does not belong to
+    its own.
   * Lines 5 to 9 of Algorithm 2 are taken to be those of Algorithm 1. beta is c lr^2 as in Corollary 4.8.
 """
 
@@ -37,7 +39,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class FCSG(Algorithm):
-    """Conditional: local steps along the plug-in gradient, then the mean of the models."""
+    """Takes local steps along the plug-in gradient, then averages the models."""
 
     lr: float = setting("alpha: step size", above=0)
 
@@ -48,7 +50,7 @@ class FCSG(Algorithm):
 
     @classmethod
     def theory(cls, *, clients: int, steps: int, smoothness: float):
-        """Step size and local steps of Corollary 4.2; smoothness is S_F = S_g L_f + S_f L_g^2."""
+        """Take step size and local steps from Corollary 4.2; smoothness is S_F = S_g L_f + S_f L_g^2."""
         return cls(lr=(clients / steps) ** 0.5 / (6 * smoothness), local_steps=_rounded((steps / clients**3) ** 0.25))
 
     def init(self, problem, params, draw, fed):
@@ -61,7 +63,7 @@ class FCSG(Algorithm):
 
 @struct
 class FCSGM(Algorithm):
-    """Conditional: FCSG with momentum, which is averaged too."""
+    """Runs FCSG with momentum, which is averaged too."""
 
     lr: float = setting("alpha: step size", above=0)
     beta: float = setting("weight of the new gradient", default=0.1, above=0, at_most=1)
@@ -76,7 +78,7 @@ class FCSGM(Algorithm):
 
     @classmethod
     def theory(cls, *, clients: int, steps: int, smoothness: float):
-        """The constants of Corollary 4.5, beta = 5 S_F lr."""
+        """Take the constants from Corollary 4.5, with beta = 5 S_F lr."""
         plain = FCSG.theory(clients=clients, steps=steps, smoothness=smoothness)
         return cls(lr=plain.lr, beta=min(1.0, 5 * smoothness * plain.lr), local_steps=plain.local_steps)
 
@@ -85,7 +87,7 @@ class FCSGM(Algorithm):
         return self.State(x, self.first_estimate(problem, x, draw, fed), jnp.zeros((), bool))
 
     def first_estimate(self, problem, x, draw, fed):
-        """The mean gradient over all but one of the first batches; the first step adds its own."""
+        """Return the mean gradient over all but one of the first batches; the first step adds that of its own batch."""
         others = self.first_batches - 1
         if others == 0:
             return jnp.zeros_like(x)
@@ -93,7 +95,7 @@ class FCSGM(Algorithm):
         return fed.mean(lax.fori_loop(0, others, add, jnp.zeros_like(x)) / others)
 
     def forgetting(self, s, fed):
-        """beta; in the very first step the share of its batch in the first estimate."""
+        """Return beta, or in the very first step the share of its batch in the first estimate."""
         return jnp.where(s.estimated, at(self.beta, fed.t), 1 / self.first_batches).astype(s.u.dtype)
 
     def step(self, problem, s, draw, fed):
@@ -108,7 +110,7 @@ class FCSGM(Algorithm):
 
 @struct
 class AccFCSGM(FCSGM):
-    """Conditional: FCSG with a variance-reduced momentum, one batch at two points."""
+    """Runs FCSG with a variance-reduced momentum, which takes one batch at two points."""
 
     prev: str = setting(
         "whose point of the step before is kept over a synchronisation", default="local", choices=("local", "mean"),
@@ -119,13 +121,13 @@ class AccFCSGM(FCSGM):
         x: Shared
         u: Shared  # momentum
         x_prev: Shared  # the average point of the step before
-        rounds: Shared  # in which anybody took part
-        own_x_prev: Local  # the client's own point of the step before ...
-        own_rounds: Local  # ... at the end of the last round in which it took part
+        rounds: Shared  # the number of rounds in which anybody took part
+        own_x_prev: Local  # the client's own point of the step before
+        own_rounds: Local  # `rounds` at the end of the last round in which this client took part
 
     @classmethod
     def theory(cls, *, clients: int, steps: int, smoothness: float, batch: int = 1):
-        """The constants of Corollary 4.8: beta = c lr^2 with c = 30 S_F^2 / (batch clients)."""
+        """Take the constants from Corollary 4.8: beta = c lr^2 with c = 30 S_F^2 / (batch clients)."""
         local_steps = _rounded((steps / clients**2) ** (1 / 3))
         lr = 1 / (12 * local_steps * smoothness)
         first = _rounded(steps ** (1 / 3) / clients ** (2 / 3) / batch)

@@ -9,9 +9,10 @@ Step t at client k, with batch xi, from the broadcast x:
 Why    One exchange per round. With local_steps > 1 and a constant step the limit is not the minimiser when clients
        differ: on a_k (x - c_k)^2 / 2 it is the mean of c_k with weights 1 - (1 - lr a_k)^local_steps. FedProx pulls
        clients towards the broadcast and lessens the drift; it does not remove it, and mu lr >= 1 overshoots.
-Ref.   McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017;
-       Li et al., "Federated optimization in heterogeneous networks", MLSys 2020, Algorithm 2.
-Departures  Local work is counted in steps, not in epochs; FedProx's inexact solve is these steps.
+Ref.   McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-efficient learning of deep networks from
+       decentralized data", AISTATS 2017, arXiv:1602.05629; Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated
+       optimization in heterogeneous networks", MLSys 2020, arXiv:1812.06127, Algorithm 2.
+Departures  Local work is counted in steps, not in epochs; these steps are FedProx's inexact solve.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class FedAvg(Algorithm):
-    """FedAvg: local steps, then the mean of the models."""
+    """Takes local steps, then averages the models."""
 
     lr: float = setting("eta: local step size", above=0)
 
@@ -47,7 +48,7 @@ class FedAvg(Algorithm):
 
 @struct
 class FedProx(FedAvg):
-    """FedAvg with a pull of strength mu towards the broadcast model."""
+    """Runs FedAvg with a pull of strength mu towards the broadcast model."""
 
     mu: float = setting("mu: strength of the proximal term", default=0.01, at_least=0)
 

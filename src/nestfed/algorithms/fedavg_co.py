@@ -1,21 +1,24 @@
-"""FedAvg on a composition, cases I and II: what plain averaging does to it. Negative controls; they must fail.
+"""FedAvg on a composition, cases I and II: negative controls that show what plain averaging does, and must fail.
 
 Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k.
 
-Step at client k, y_k = g_k(x_k) on the step's batch:
+Step at client k, with y_k = g_k(x_k) on the step's batch:
     x_k  <- x_k - lr (grad h_k(x_k) + J g_k(x_k)^T grad f(y_k))
     x_k  <- mean_k x_k                                              last step of the round: d numbers
 Case II, first step of a round:  y_k <- mean_k g_k(x)               m numbers, an exchange of its own
 
-Why    Case I solves min_x mean_k f(g_k(x)), another problem. Case II starts every round right and leaves it in the
-       second step; with one local step it is exact gradient descent. On inner functions 4x - 4 and -2x + 4, whose mean
-       is x, with f(y) = sqrt(y^2 + 4) the solution is 0; both settle above 1 (`tasks.toys.counterexample`).
+Why    Case I solves min_x mean_k f(g_k(x)), which is another problem. Case II starts every round with the right inner
+       value and loses it in the second step; with one local step it is exact gradient descent. On inner functions
+       4x - 4 and -2x + 4, whose mean is x, with f(y) = sqrt(y^2 + 4) the solution is 0, and both cases settle above 1
+       (`nestfed.problems.toys.counterexample`).
 Ref.   "Federated compositional optimization: the impact of two-sided learning rates on communication efficiency",
-       Algorithm 1 and Theorem D.1.
+       an anonymous, undated submission (openreview.net/forum?id=Ob0UafH2YI), Algorithm 1 and Theorem D.1. No DOI or
+       arXiv number is known to us for certain; `feddro` names a related paper with its authors.
 Departures
-  * Case I's listing keeps y_k of the old point after an average; the proof refreshes it, and so does this.
-  * With few clients case II knows only the cohort's mean: with one local step it is then MBSGD, limit included.
-  * Deterministic in the paper, without h. Here h and mini-batches are allowed, one batch per step for both g and J g.
+  * Case I's listing keeps y_k of the old point after an average; the proof refreshes it, and so do we.
+  * With few clients case II knows only the cohort's mean: with one local step it is then MBSGD and has its limit.
+  * The paper's method is deterministic and has no h. Here h and mini-batches are allowed; one batch per step serves
+    both g and J g.
 """
 
 from typing import NamedTuple
@@ -27,7 +30,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class FedAvgCO1(Algorithm):
-    """Compositional, negative control: every client composes with its own inner function."""
+    """Lets every client compose with its own inner function; a negative control, which must fail."""
 
     lr: float = setting("eta: step size", above=0)
 
@@ -51,7 +54,7 @@ class FedAvgCO1(Algorithm):
 
 @struct
 class FedAvgCO2(FedAvgCO1):
-    """Compositional, negative control: inner values are averaged once a round, where it starts."""
+    """Averages inner values only once a round, at its start; a negative control, which must fail."""
 
     few_clients = (
         "an inner value knows only the cohort's clients: what is minimised is the mean over cohorts of f of their "

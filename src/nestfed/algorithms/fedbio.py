@@ -1,14 +1,14 @@
 """FedBiO and FedBiOAcc: bilevel problems in which every client has a lower problem of its own.
 
 Problem   min_x mean_k f_k(x, y_k(x)),   y_k(x) = argmin_y g_k(x, y).
-Phi_k(x, y) = df/dx - (d2g/dxdy) (d2g/dy2)^-1 df/dy is the hypergradient, estimated by `hypergradient` (problems.py).
+Phi_k(x, y) = df/dx - (d2g/dxdy) (d2g/dy2)^-1 df/dy is the hypergradient; `problems.hypergradients` estimates it.
 
-FedBiO, step t at client k, both from the old pair (x_k, y_k):
+FedBiO, step t at client k; both lines use the old pair (x_k, y_k):
     y_k  <- y_k - lower_lr grad_y g_k(x_k, y_k)
     x_k  <- x_k - lr Phi_k(x_k, y_k)
     x    <- mean_k x_k                                            last step of the round: d numbers
 
-FedBiOAcc, step t at client k, alpha_t = delta / (u + sigma2 (t + 1))^(1/3), one set of batches at both points:
+FedBiOAcc, step t at client k, with alpha_t = delta / (u + sigma2 (t + 1))^(1/3) and one set of batches at both points:
     omega_k <- grad_y g_k(x_k, y_k)  + (1 - c_omega alpha_{t-1}^2) (omega_k - grad_y g_k(x_k'', y_k'))
     nu_k    <- Phi_k(x_k, y_k)       + (1 - c_nu alpha_{t-1}^2)    (nu_k    - Phi_k(x_k', y_k'))
     (x_k, nu_k) <- mean_k (x_k, nu_k)                             last step of the round: 2 d numbers
@@ -16,21 +16,22 @@ FedBiOAcc, step t at client k, alpha_t = delta / (u + sigma2 (t + 1))^(1/3), one
 
 Why    y_k and omega_k never leave the client; averaging the hypergradients of local lower solutions is exact here,
        while averaging losses ignores how y_k(x) moves. The recursion cancels the noise of two evaluations of one batch.
-       The stepped point is linear in x_k and nu_k: averaging these two gives the third average of the listing for free.
-Ref.   "Local stochastic bilevel optimization with momentum-based variance reduction", Algorithms 1 and 2, Equations 3
-       and 4, Theorem 10.1.
+       The stepped point is linear in x_k and nu_k, so averaging these two gives the listing's third average for free.
+Ref.   Li, Huang and Huang, "Local stochastic bilevel optimization with momentum-based variance reduction", preprint,
+       2022, arXiv:2205.01608: Algorithms 1 and 2, Equations 3 and 4, Theorem 10.1, as numbered in the version under
+       anonymous review.
 Departures
   * Every round has local_steps steps, the first included (the proof's indices; the listing's give a shorter first
     round).
-  * `average_prev=False` keeps each client's own x' at a synchronisation instead of the average (the listing's and the
-    proof's is the average).
-  * `first_batch_multiplier` M: the first estimates use M batches: M - 1 drawn at the start (one extra exchange of d
-    numbers there) and the first step's own. With the published constants the recursion keeps 71 % of its first error
-    after 2000 steps, so the first batch matters. Everybody takes part in the start, so M also decides how much of nu's
-    first error is that of the first cohort: 1 / M of it.
+  * `average_prev=False` keeps each client's own x' at a synchronisation instead of the average, which the listing and
+    the proof have.
+  * With `first_batch_multiplier` M the first estimates use M batches: M - 1 are drawn at the start (with one extra
+    exchange of d numbers), and one is the first step's own. With the published constants the recursion keeps 71 % of
+    its first error after 2000 steps, so the first batch matters. Everybody takes part in the start, so M also decides
+    how much of nu's first error comes from the first cohort: 1 / M of it.
   * The paper has all clients in every round. Here a client that was absent resumes with its own y, y', omega and the
-    broadcast x, x', nu. Its omega belongs to a point x'' of its own, which is x' where it was not absent. Its first
-    estimate is made when it first takes part, that of nu in the first round in which anybody does.
+    broadcast x, x', nu. Its omega belongs to a point x'' of its own, which is x' unless it was absent. The first
+    estimate of omega is made when the client first takes part, that of nu in the first round in which anybody does.
 """
 
 from typing import NamedTuple
@@ -46,7 +47,7 @@ from nestfed.problems.hypergradients import Hypergradient, Neumann
 
 @struct
 class FedBiO(Algorithm):
-    """Bilevel with local lower problems: alternate lower steps and hypergradient steps, average x."""
+    """Takes steps on every client's own lower problem and along its hypergradient, and averages x."""
 
     lr: float = setting("eta: step size of x", above=0)
     lower_lr: float = setting("gamma: step size of y", above=0)
@@ -61,7 +62,7 @@ class FedBiO(Algorithm):
 
     @classmethod
     def theory(cls, *, total_steps, delta, lower_lr, local_steps, hypergradient=None):
-        """The step size eta = delta T^(-1/3) of the convergence theorem, constant over the run."""
+        """Take the step size eta = delta T^(-1/3) from the convergence theorem; it is constant over the run."""
         return cls(
             lr=delta * total_steps ** (-1 / 3),
             lower_lr=lower_lr,
@@ -84,7 +85,7 @@ class FedBiO(Algorithm):
 
 @struct
 class FedBiOAcc(Algorithm):
-    """FedBiO with momentum-based variance reduction of both levels."""
+    """Runs FedBiO with momentum-based variance reduction on both levels."""
 
     lr: float = setting("eta: step size of x, before the factor alpha_t", default=1.0, above=0)
     lower_lr: float = setting("gamma: step size of y, before the factor alpha_t", default=1.0, above=0)
@@ -107,13 +108,13 @@ class FedBiOAcc(Algorithm):
         estimated: Shared  # is there a first estimate of nu?
         y: Local
         y_prev: Local
-        omega: Local  # momentum of y ...
-        x_omega: Local  # ... which belongs to (x'', y_prev)
+        omega: Local  # momentum of y, which belongs to (x'', y_prev)
+        x_omega: Local  # x'': the point at which omega was evaluated last
         own_estimated: Local  # is there a first estimate of omega?
 
     @classmethod
     def theory(cls, *, clients, local_steps, sigma, L, L_h, mu, rho, hypergradient=None):
-        """The constants of Theorem 10.1: smoothness L of g, L_h of h, strong convexity mu, Lipschitz rho of y(x)."""
+        """Take Theorem 10.1's constants: smoothness L of g, L_h of h, strong convexity mu, Lipschitz rho of y(x)."""
         delta = clients ** (2 / 3) * sigma ** (2 / 3) / L_h
         rest = sigma**2 / (24 * delta**3 * L_h * local_steps)
         c_nu, c_omega = 160 * L_h**2 + rest, 160 * L**2 + rest
@@ -156,7 +157,7 @@ class FedBiOAcc(Algorithm):
         return PowerDecay(scale=self.delta, offset=self.u, slope=self.sigma2)(t + 1)
 
     def forgetting(self, c, t, estimated):
-        """1 - momentum, clipped to [0, 1]; at first 1/M: the step's batch is one of the M of the first estimate."""
+        """Return 1 - momentum, clipped to [0, 1]; at first 1/M: the step's batch is one of M of the first estimate."""
         factor = jnp.clip(c * self.alpha(t - 1) ** 2, 0, 1)
         return jnp.where(estimated, factor, 1 / self.first_batch_multiplier)
 

@@ -1,9 +1,9 @@
-"""FedCR: a common random representation near one Gaussian per class that all clients make together, and own heads.
+"""FedCR: own heads on a common random representation near one Gaussian per class, which all clients make together.
 
 Problem   min over u and (v_k) of mean_k E [ loss(v_k; z) + beta KL(r(. | y) || N(m(o), s(o)^2)) ], z ~ N(m(o), s(o)^2);
 the extractor u gives means m and deviations s, d_z numbers each, for an input o of class y (`GaussianEncoder`).
 
-Step at client k, L draws of z per row:
+Step at client k, with L draws of z per row:
     (u_k, v_k)  <- (u_k, v_k) - lr grad [mean loss + beta mean KL]           r as broadcast, constant
 Last step of the round:
     p_k(y) = sum 1 / s(o)^2,  q_k(y) = sum m(o) / s(o)^2                     over the client's rows of class y
@@ -13,15 +13,16 @@ Last step of the round:
 
 Why    The sum over what clients say about a class is a product of experts with N(0, 1): the clients agree on where a
        class lies without showing representations of rows, and beta limits what a representation tells of its input.
-Ref.   Zhang et al., "FedCR: personalized federated learning based on across-client common representation with
-       conditional mutual information regularization", ICML 2023, and its authors' code.
+Ref.   Zhang, Li, Dai, Zou and Xiong, "FedCR: personalized federated learning based on across-client common
+       representation with conditional mutual information regularization", ICML 2023 (PMLR 202, pages 41314-41330), and
+       its authors' code (haozzh/FedCR). No DOI or arXiv number is known to us for certain.
 Departures
-  * The divergence is the code's, KL(r || encoder), and not that of the bound, KL(encoder || r): divergence="bound". A
+  * The divergence is the code's, KL(r || encoder); divergence="bound" is that of the bound, KL(encoder || r). A
     product of n experts is sqrt(n) times as narrow as each of them, so the bound's divergence is near n d_z / 2 and the
     code's near d_z ln(n) / 2. With n in the thousands and the published beta, the bound drives a classifier to chance.
   * The common Gaussians are formed from all rows at the round's end, not from the batches of a last epoch.
-  * Deviations are not below 1e-4. A class that nobody has is N(0, 1), also the start of r.
-  * A sum over clients is not a mean, so it is a gather with one answer for all; two exchanges per round.
+  * Deviations are at least 1e-4. A class that nobody has is N(0, 1), and r starts there.
+  * A sum over clients is not a mean, so it is a gather with one answer for all, and a round has two exchanges.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from nestfed.algorithms.personal_method import PersonalMethod, class_count
+from nestfed.algorithms.personal_method import PersonalMethod, count_classes
 from nestfed.core.algorithm import Local, Sample, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
@@ -41,7 +42,7 @@ SMALLEST_DEVIATION = 1e-4
 
 @struct
 class FedCR(PersonalMethod):
-    """Personalised: a common random representation near class Gaussians that clients make together; own heads."""
+    """Trains own heads on a common random representation near class Gaussians that clients make together."""
 
     beta: float = setting("weight of the divergence from the class Gaussians", default=0.001, at_least=0)
     memory: float = setting("beta_2: weight of the new class Gaussians", default=1.0, at_least=0, at_most=1)
@@ -53,9 +54,8 @@ class FedCR(PersonalMethod):
     class State(NamedTuple):
         u: Shared
         v: Local
-        mean: Shared  # of r [C, d_z]
+        mean: Shared  # the means of r [C, d_z]
         deviation: Shared
-        clips: Local
 
     def init(self, problem, params, draw, fed):
         if not isinstance(problem, GaussianEncoder):
@@ -64,15 +64,15 @@ class FedCR(PersonalMethod):
                 "nestfed.problems.GaussianEncoder, whose features are means and deviations."
             )
         u, v = params
-        classes = class_count(problem, u, v, draw(0))
+        classes = count_classes(problem, u, v, draw(0))
         z = jax.eval_shape(lambda: problem.representations(u, draw(0)))
         mean = jnp.zeros((classes, z.shape[1] // 2), z.dtype)
-        return self.State(u, v, mean, jnp.ones_like(mean), jnp.zeros(2))
+        return self.State(u, v, mean, jnp.ones_like(mean))
 
     def step(self, problem, s, draw, fed):
         penalty = Partial(PENALTIES[self.divergence], s.mean, s.deviation, self.beta)
         gradient_u, gradient_v = problem.gradients(s.u, s.v, draw(0), penalty)
-        s = self.descend(s, at(self.lr, fed.t), u=gradient_u, v=gradient_v)
+        s = self.descend(s, at(self.lr, fed.t), fed, u=gradient_u, v=gradient_v)
         return self.synchronise(problem, s, fed) if fed.sync else s
 
     def synchronise(self, problem, s, fed):
@@ -88,7 +88,7 @@ class FedCR(PersonalMethod):
 
 
 def class_experts(problem, s, batch, weights, key):
-    """(sum of precisions, sum of means times precisions) [C, d_z] over the rows that count, by class."""
+    """Return (sum of precisions, sum of means times precisions) [C, d_z] over the rows that count, by class."""
     mean, deviation = problem.gaussians(problem.representations(s.u, Sample(batch, key)))
     members = jax.nn.one_hot(batch[1], len(s.mean), axis=0, dtype=mean.dtype)
     if weights is not None:
@@ -98,19 +98,19 @@ def class_experts(problem, s, batch, weights, key):
 
 
 def floored(precision, weighted):
-    """The same Gaussians with deviations of at least SMALLEST_DEVIATION."""
+    """Return the same Gaussians with deviations of at least SMALLEST_DEVIATION."""
     factor = jnp.minimum(1, SMALLEST_DEVIATION**-2 / jnp.where(precision > 0, precision, 1))
     return precision * factor, weighted * factor
 
 
 def total(values, cohort, slot, key):
-    """The sum over those who take part."""
+    """Return the sum over those who take part."""
     add = lambda a: jnp.sum(jnp.where(cohort.present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0), 0)
     return jax.tree.map(add, values)
 
 
 def divergence(mean, deviation, other_mean, other_deviation):
-    """KL(N(mean, deviation^2) || N(other)) of each row, summed over entries."""
+    """Return KL(N(mean, deviation^2) || N(other)) of each row, summed over entries."""
     ratio = (deviation / other_deviation) ** 2
     return 0.5 * jnp.sum(ratio + ((mean - other_mean) / other_deviation) ** 2 - 1 - jnp.log(ratio), axis=-1)
 

@@ -2,7 +2,7 @@
 
 Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k,   g_k(x) in R^m with m small.
 
-FedDRO, step t at client k, independent batches S (for the gradient) and Z (for the estimate):
+FedDRO, step t at client k, with independent batches S (for the gradient) and Z (for the estimate):
     x_k'  = x_k - lr (grad h_k(x_k; S) + J g_k(x_k; S)^T grad f(y))
     x_k'  = mean_k x_k'                                             last step of the round: d numbers
     y_k   = (1 - beta) (y - g_k(x_k; Z)) + g_k(x_k'; Z)
@@ -17,32 +17,33 @@ Why    Averaging x alone composes f with each client's own g_k and settles far f
        FedDRO keeps one estimate of g for all, at the price of an exchange of m numbers in every step. DS-FedDRO lets
        the estimates drift within a round and corrects them on the server.
 Ref.   "Federated compositional optimization: the impact of two-sided learning rates on communication efficiency",
-       Algorithms 2 and 3.
+       an anonymous, undated submission (openreview.net/forum?id=Ob0UafH2YI), Algorithms 2 and 3. No DOI or arXiv number
+       of it is known to us for certain. FedDRO is also in Khanduri, Li, Ibn Sultan, Qiang, Kliewer and Zhu, "FedDRO:
+       federated compositional optimization for distributionally robust learning", preprint, 2023, arXiv:2311.12652.
 Departures
-  * FedDRO's listing forms y_k before x is averaged: order="printed". The estimate then misses the jump of the average,
+  * FedDRO's listing forms y_k before x is averaged (order="printed"). The estimate then misses the jump of the average,
     and with beta = 0 the limit is wrong when clients differ. order="consistent", the default, costs one more exchange
     in the round's last step and no more bytes.
   * The gradient's batch and the estimate's are independent, as the proof treats them; share_batch=True uses one.
   * DS-FedDRO's listing refers to an average that does not exist within a round. inner_eval="local" is the choice of its
     analysis and leaves a bias of beta (local_steps - 1) / 2 mean_k J_k^T f''(g) (g_k - g); "broadcast" uses the y that
     the server sent, and leaves none.
-  * Any optax optimiser can take the server's step of x: `optimizer=`; server_lr is then not used.
-  * y starts as the mean over `first_batches` batches. Estimates outside the domain of f are projected and counted.
+  * Any optax optimiser can take the server's step of x (`optimizer=`); server_lr is then not used.
+  * y starts as the mean over `first_batches` batches. Estimates outside the domain of f are projected, which is noted.
 """
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import optax
 
-from nestfed.core.algorithm import Algorithm, Local, Server, Shared
+from nestfed.core.algorithm import Algorithm, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, static, struct
 
 
 @struct
 class FedDRO(Algorithm):
-    """Compositional: one estimate of the inner function for all clients, exchanged in every step."""
+    """Keeps one estimate of the inner function for all clients, which is exchanged in every step."""
 
     lr: float = setting("eta: step size of x", above=0)
     beta: float = setting(
@@ -61,12 +62,11 @@ class FedDRO(Algorithm):
     class State(NamedTuple):
         x: Shared
         y: Shared  # estimate of g(x), the same at all clients
-        projections: Server  # how often y left the domain of f
 
     def init(self, problem, params, draw, fed):
         (x,) = params
         y = fed.mean(problem.first_estimate(x, draw, self.first_batches))
-        return self.State(x, problem.into_domain(y, draw(0))[0], jnp.zeros(()))
+        return self.State(x, problem.into_domain(y, draw(0))[0])
 
     def step(self, problem, s, draw, fed):
         batch = draw(0) if self.share_batch else draw(1)
@@ -85,12 +85,13 @@ class FedDRO(Algorithm):
             x, y = fed.mean((x, rest + problem.inner_value(x, batch)), around=(fed.server.x, s.y))
             x = problem.feasible_x(x)
         y, outside = problem.into_domain(y, batch)
-        return self.State(x, y, s.projections + outside)
+        fed.note("projected_share", outside)
+        return self.State(x, y)
 
 
 @struct
 class DSFedDRO(Algorithm):
-    """Compositional: estimates of the inner function drift within a round; step sizes on both sides correct them."""
+    """Lets estimates of the inner function drift within a round; step sizes on both sides correct them."""
 
     lr: float = setting("eta: local step size of x", above=0)
     beta: float = setting("local step of the estimate towards the batch value", default=0.1, at_least=0, at_most=1)
@@ -109,14 +110,12 @@ class DSFedDRO(Algorithm):
         x: Shared
         y: Shared  # the server's estimate of g(x); a client's own within a round
         memory: Server  # of the server's optimiser
-        projections: Server  # how often the server's y left the domain of f
-        own_projections: Local  # how often a client's y_k did
 
     def init(self, problem, params, draw, fed):
         (x,) = params
         y = fed.mean(problem.first_estimate(x, draw, self.first_batches))
         memory = None if self.optimizer is None else self.optimizer.init(x)
-        return self.State(x, problem.into_domain(y, draw(0))[0], memory, jnp.zeros(()), jnp.zeros(()))
+        return self.State(x, problem.into_domain(y, draw(0))[0], memory)
 
     def step(self, problem, s, draw, fed):
         y = s.y if self.inner_eval == "local" else fed.server.y
@@ -125,7 +124,8 @@ class DSFedDRO(Algorithm):
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
         beta = at(self.beta, fed.t)
         y, outside = problem.into_domain((1 - beta) * s.y + beta * problem.inner_value(x, draw(1)), draw(1))
-        s = s._replace(x=x, y=y, own_projections=s.own_projections + outside)
+        fed.note("projected_share", outside)
+        s = s._replace(x=x, y=y)
         return self.server_step(problem, s, draw(1), fed) if fed.sync else s
 
     def server_step(self, problem, s, batch, fed):
@@ -137,4 +137,5 @@ class DSFedDRO(Algorithm):
             update, memory = self.optimizer.update(before.x - x, memory, before.x)
             x = before.x + update
         y, outside = problem.into_domain(before.y + self.server_inner_lr * (y - before.y), batch)
-        return s._replace(x=problem.feasible_x(x), y=y, memory=memory, projections=s.projections + outside)
+        fed.note("server_projected_share", outside)
+        return s._replace(x=problem.feasible_x(x), y=y, memory=memory)

@@ -1,4 +1,4 @@
-"""FedMBO: bilevel problems with one lower problem, linear speed-up under partial participation.
+"""FedMBO: bilevel problems with one lower problem, and a linear speed-up under partial participation.
 
 Problem   min_x mean_k f_k(x, y(x)),   y(x) = argmin_y mean_k g_k(x, y).
 
@@ -9,12 +9,15 @@ Round (one outer iteration), N' uniform in 0 .. N - 1:
   upper   h = mean_i [df_i/dx - (d2g_i/dxdy) p_i];  from x_i = x, local_steps times
               x_i <- x_i - (lr / local_steps) [df_i/dx(x_i, y) - df_i/dx(x, y) + h];   x = mean_i x_i
 
-Why    No drift in y, and one chain per client instead of one for all: the variance falls with the number of clients.
-Ref.   Huang, Zhang and Ji, "Achieving linear speedup in non-IID federated bilevel learning", ICML 2023, Algorithm 1.
+Why    y does not drift, and there is one chain per client instead of one for all, so the variance falls with the number
+       of clients.
+Ref.   Huang, Zhang and Ji, "Achieving linear speedup in non-IID federated bilevel learning", ICML 2023,
+       arXiv:2302.05412, Algorithm 1.
 Departures  The clients of a link are dealt by systematic sampling instead of independently. Each chain still meets a
        client with the probability of its weight at each link, and each client does exactly one product per link; where
        clients weigh the same, what is dealt is a permutation, and where they do not, chains may have links in common.
-       As in FedNest, a round has one cohort for all its links: with few clients a chain knows only the cohort's.
+       As in FedNest, a round has one cohort for all its links: with few clients a chain knows only the cohort's
+       clients.
        Links beyond N' pass the vector on, so that the cost is static; after the last exchange every client holds one
        finished chain.
 """
@@ -30,7 +33,7 @@ from nestfed.core.settings import struct
 
 @struct
 class FedMBO(FedNest):
-    """Bilevel with one global lower problem: mini-batch lower steps, one random chain of products per client."""
+    """Takes mini-batch steps on one global lower problem and makes one random chain of products per client."""
 
     def schedule(self):
         return (
@@ -56,16 +59,16 @@ class FedMBO(FedNest):
 
 
 def deal(vector, fed):
-    """Hand vectors on among the clients taking part: each gets that of a random one, the heavier the likelier. Who gets
-    whose depends on their ids alone."""
+    """Hand vectors on among the clients taking part: each gets that of a random one, in proportion to the weights. Who
+    gets whose depends on their ids alone."""
 
     def reply(values, cohort, slot, key):
         number = cohort.present.sum()
         lots = jax.vmap(lambda i: uniform(fold_in(key, i)))(cohort.ids)
         by_id = jnp.argsort(jnp.where(cohort.present, cohort.ids, jnp.iinfo(cohort.ids.dtype).max))
         by_lot = jnp.argsort(jnp.where(cohort.present, lots, 2.0))
-        # The weights laid around a circle in the order of the lots; receivers stand evenly spaced on it, in the order
-        # of their ids, from a random point on: each is as likely to stand at a client as the client is heavy.
+        # The weights lie around a circle in the order of the lots; receivers stand evenly spaced on it, in the order
+        # of their ids, from a random point on. The chance to stand at a client is in proportion to its weight.
         ends = jnp.cumsum(cohort.weights[by_lot]) / cohort.weights.sum()
         points = (jnp.arange(by_id.size) / number + uniform(fold_in(key, jnp.uint32(2**32 - 1)))) % 1
         stands_at = jnp.minimum(jnp.searchsorted(ends, points, side="right"), number - 1)

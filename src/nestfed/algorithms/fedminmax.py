@@ -5,7 +5,7 @@ rho_a is group a's share of all rows, and alpha = mu / rho the weight of a row o
 value_k(x, alpha) = sum_a alpha_a q_{a,k}(x), where q_{a,k} = (n_{a,k} / n_k) r_{a,k} counts absent groups as zero.
 
 Start     rho = mu = mean_k (n_{a,k} / n_k)                                                         A numbers
-Step at client k (a round is one step), everything at the x received, on one batch:
+Step at client k (a round is one step), all of it at the x received and on one batch:
     x_k   <- x - lr grad_x value_k(x, alpha)
     x, q  <- mean_k x_k, mean_k q_k(x)                                                              d + A numbers
 Server    mu <- the nearest point of the simplex to mu + weight_lr r,  r_a = q_a / rho_a
@@ -13,8 +13,8 @@ Server    mu <- the nearest point of the simplex to mu + weight_lr r,  r_a = q_a
 Why    With weights n_k / n the mean of q_k is rho_a r_a, so gradients and risks are those of the pooled groups: how the
        groups are spread over clients does not matter. Both are unbiased on mini-batches, and where a group is absent
        from a batch or a client.
-Ref.   Papadaki et al., "Minimax demographic group fairness in federated learning", FAccT 2022. It returns the average
-       of x over the rounds: `simulate(..., output="average")`.
+Ref.   Papadaki, Martinez, Bertran, Sapiro and Rodrigues, "Minimax demographic group fairness in federated learning",
+       FAccT 2022, arXiv:2201.08304. It returns the average of x over the rounds: `simulate(..., output="average")`.
 Departures
   * rho is the weighted mean of the clients' shares. Make the task with weights="samples" for the shares of all rows;
     with uniform weights a row of a small client counts for more, in rho and in the risks alike.
@@ -34,7 +34,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class FedMinMax(Algorithm):
-    """Group-fair minimax: gradient steps on reweighed rows, projected ascent on the weights of the groups."""
+    """Lowers the largest risk of any group by steps on reweighed rows and projected ascent on the group weights."""
 
     lr: float = setting("eta_theta: step size of x", above=0)
     weight_lr: float = setting("eta_mu: step size of the group weights", default=0.1, at_least=0)
@@ -71,14 +71,14 @@ class FedMinMax(Algorithm):
 
 
 def ratio(numerator, rho):
-    """numerator / rho, and zero for groups without a row."""
+    """Return numerator / rho, and zero for groups without a row."""
     return jnp.where(rho > 0, numerator / jnp.where(rho > 0, rho, 1), 0)
 
 
 def nearest_weights(point, known, floor):
-    """The nearest point of the simplex whose known entries are at least `floor` and whose others are zero."""
+    """Return the nearest point of the simplex whose known entries are at least `floor` and whose others are zero."""
     number = known.sum().astype(point.dtype)
-    floor = jnp.minimum(floor, 0.999 / number).astype(point.dtype)  # leaves the projection something to divide
+    floor = jnp.minimum(floor, 0.999 / number).astype(point.dtype)  # so that the projection has something to divide
     excess = point - floor
     # The projection gives nothing to an entry that lies 1 or more below the largest.
     outside = jnp.max(jnp.where(known, excess, -jnp.inf)) - 2

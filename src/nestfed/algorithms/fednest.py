@@ -12,12 +12,12 @@ Round (one outer iteration):
 Why    The inverse of an averaged Hessian is not the average of inverses: the products must be averaged one by one.
        LFedNest does all products locally (T_in + 1 exchanges) and is biased when clients differ; FedNest-SGD drops the
        anchor corrections. A step 1/l above 1/L diverges.
-Ref.   Tarzanagh et al., "FedNest: federated bilevel, minimax and compositional optimization", ICML 2022,
-       Algorithms 1-4.
-Departures  `truncation="sum"` (the released code's series, default) or "random" (the paper's single random term, in
-       which N' <= N - 1 factors apply). All clients of the round's cohort serve every exchange of the round, where the
-       paper draws some afresh for every exchange: with few clients the series knows only the cohort's, and the limit
-       is where the mean over cohorts of their own hypergradients is zero.
+Ref.   Tarzanagh, Li, Thrampoulidis and Oymak, "FedNest: federated bilevel, minimax and compositional optimization",
+       ICML 2022, arXiv:2205.02215, Algorithms 1-4.
+Departures  `truncation` is "sum" (the series of the released code, the default) or "random" (the paper's single random
+       term, in which N' <= N - 1 factors apply). All clients of the round's cohort serve every exchange of the
+       round, where the paper draws some afresh for every exchange: with few clients the series knows only the cohort's
+       clients, and the limit is where the mean over cohorts of their own hypergradients is zero.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from nestfed.problems.hypergradients import Neumann, RandomTruncation
 
 @struct
 class FedNest(Algorithm):
-    """Bilevel with one global lower problem: every factor of the inverse-Hessian product is averaged."""
+    """Averages every factor of the inverse-Hessian product of one global lower problem."""
 
     lr: float = setting("alpha: step size of x", above=0)
     lower_lr: float = setting("beta: step size of y", above=0)
@@ -58,7 +58,7 @@ class FedNest(Algorithm):
         y: Shared
         fx: Scratch  # this client's df/dx, from the pass that gave df/dy
         r: Scratch  # the current term of the series
-        p: Scratch  # the series so far: estimates H^-1 df/dy
+        p: Scratch  # the series so far, which estimates H^-1 df/dy
         last: Scratch  # N': the random number of factors
 
     def schedule(self):
@@ -119,7 +119,7 @@ class FedNest(Algorithm):
 
 @struct
 class FedNestSGD(FedNest):
-    """FedNest without the anchor corrections: plain local steps on both levels, the series still averaged."""
+    """Runs FedNest without the anchor corrections: local steps are plain on both levels, the series stays averaged."""
 
     def lower(self, problem, s, draw, fed):
         plain = lambda y_k, sample: problem.grad_lower(s.x, y_k, sample)
@@ -134,7 +134,7 @@ class FedNestSGD(FedNest):
 
 @struct
 class LFedNest(FedNestSGD):
-    """FedNest with all products local: one exchange per level, and a bias when clients differ."""
+    """Runs FedNest with all products local: there is one exchange per level, and a bias when clients differ."""
 
     few_clients = None
 

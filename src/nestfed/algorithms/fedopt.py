@@ -10,9 +10,11 @@ Server    m  <- beta1 m + (1 - beta1) Delta
           x  <- x + server_lr m / (sqrt(v) + tau)
 
 Why    -Delta is used as a gradient; the optimiser's state lives on the server and does not touch the traffic.
-Ref.   Reddi et al., "Adaptive federated optimization", ICLR 2021, Algorithm 2.
-Departures  None: no bias correction and v_0 = tau^2 as in the paper (`v0` sets another start). optax's own Adam and
-       Yogi correct the bias, so the three rules are written here as optax transformations; `FedOpt` takes any other.
+Ref.   Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar and McMahan, "Adaptive federated optimization", ICLR 2021,
+       arXiv:2003.00295, Algorithm 2.
+Departures  There are none: as in the paper there is no bias correction, and v_0 = tau^2 (`v0` sets another start).
+       optax's own Adam and Yogi correct the bias, so the three rules are written here as optax transformations;
+       `FedOpt` takes any other.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -28,7 +30,7 @@ from nestfed.core.settings import setting, static, struct
 
 @struct
 class FedOpt(FedAvg):
-    """FedAvg with any optax optimiser as the server step: `FedOpt(lr=0.1, optimizer=optax.sgd(1.0, momentum=0.9))`."""
+    """Runs FedAvg with any optax optimiser on the server: `FedOpt(lr=0.1, optimizer=optax.sgd(1.0, momentum=0.9))`."""
 
     optimizer: optax.GradientTransformation | None = static(default=None)
 
@@ -59,7 +61,7 @@ class Moments(NamedTuple):
 
 @struct
 class Adaptive(FedOpt):
-    """The common part of the three adaptive rules."""
+    """Holds what the three adaptive rules have in common."""
 
     server_lr: float = setting("eta: server step size", default=0.1, above=0)
     beta1: float = setting("beta_1: decay of the first moment", default=0.9, at_least=0, at_most=1)
@@ -84,7 +86,7 @@ class Adaptive(FedOpt):
 
 @struct
 class FedAdagrad(Adaptive):
-    """FedAvg's local steps with Adagrad on the server."""
+    """Runs FedAvg's local steps with Adagrad on the server."""
 
     def second_moment(self, v, squared):
         return v + squared
@@ -92,7 +94,7 @@ class FedAdagrad(Adaptive):
 
 @struct
 class FedAdam(Adaptive):
-    """FedAvg's local steps with Adam on the server."""
+    """Runs FedAvg's local steps with Adam on the server."""
 
     def second_moment(self, v, squared):
         return self.beta2 * v + (1 - self.beta2) * squared
@@ -100,7 +102,7 @@ class FedAdam(Adaptive):
 
 @struct
 class FedYogi(Adaptive):
-    """FedAvg's local steps with Yogi on the server."""
+    """Runs FedAvg's local steps with Yogi on the server."""
 
     def second_moment(self, v, squared):
         return v - (1 - self.beta2) * squared * jnp.sign(v - squared)

@@ -1,4 +1,4 @@
-"""FedPAC: a common extractor aligned by class prototypes, and heads that are mixed among clients that resemble.
+"""FedPAC: a common extractor aligned by class prototypes, and heads that are mixed among clients that are alike.
 
 Problem   min over u and (v_k) of mean_k [ loss_k(u, v_k) + (coupling / d_z) mean_i |phi(u; o_i) - c_{y_i}|^2 ]; c_y is
 the mean representation of class y over all clients, C classes, phi of d_z numbers.
@@ -8,7 +8,7 @@ Round at client k, from the u and c received:
           V_k = [mean |phi|^2 - sum_y |h_k(y)|^2] / n_k
   head_steps times   v_k  <- v_k - head_lr grad_v loss_k(u, v_k)
   local_steps times  u_k  <- u_k - lr grad_u [loss_k(u_k, v_k) + pull towards c]
-  end     h'_k: as h_k, with u_k
+  end     h'_k is made like h_k, with u_k
 Server    u   <- mean_k u_k;   c_y <- mean_k h'_k(y) / mean_k pi_k(y)        up d_u + C d_z + C, down the same
           v_k <- sum_j a_j v_j,  a on the simplex minimises a^T (diag(V) + D_k) a,
                  D_k[j, l] = sum_y <h_k(y) - h_j(y), h_k(y) - h_l(y)>        up d_v + C d_z + 1, down d_v
@@ -16,17 +16,17 @@ Server    u   <- mean_k u_k;   c_y <- mean_k h'_k(y) / mean_k pi_k(y)        up 
 Why    V is the variance of a client's statistics and D_k the bias of using others': the quadratic program weighs the
        two, so a client with few rows borrows more, and only from clients whose classes look alike.
 Ref.   Xu, Tong and Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR
-       2023, and its authors' code.
+       2023, arXiv:2306.11867, and its authors' code (JianXu95/FedPAC).
 Departures
   * How much a client counts in u and c is the weight that the task gives it; with weights="samples" these are the
     paper's averages, by rows and by rows of a class.
   * The pull is averaged over the entries of a representation too, as in the code: coupling = 1 is meant for that. There
-    is none before the first prototypes; a class that has none then is pulled towards the client's own.
+    is no pull before the first prototypes; a class that still has none is then pulled towards the client's own mean.
   * Eigenvalues of the quadratic form below `smallest_eigenvalue` are dropped and weights below `smallest_weight` are
     set to zero, as in the code; dropped ones keep a millionth of the largest, so that there is one answer. The program
     is solved by a fixed number of interior-point steps, and a client keeps its head where there is no finite answer.
   * Two exchanges, because a mixed head is for one client only and the rest for all; the shares come back with them.
-  * The heads' program sees every client's statistics: a gather. Momentum and weight decay are left out.
+  * The program for the heads sees every client's statistics, so it is a gather. Momentum and weight decay are left out.
 """
 
 from typing import NamedTuple
@@ -38,26 +38,26 @@ from jax.scipy.linalg import lu_factor, lu_solve
 from jax.tree_util import Partial
 
 from nestfed.algorithms.fcfl import reach
-from nestfed.algorithms.personal_method import HeadThenBody, class_count
+from nestfed.algorithms.personal_method import HeadThenBody, count_classes
 from nestfed.core.algorithm import Local, Sample, Scratch, Shared
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array
 
-INTERIOR_STEPS = 40  # measured, programs of 50 clients: the conditions of a minimum hold to rounding
-DROPPED = 1e-6  # of the largest eigenvalue: what a dropped one becomes, so that the best weights are unique
+INTERIOR_STEPS = 40  # measured on programs of 50 clients: the conditions of a minimum then hold to rounding
+DROPPED = 1e-6  # a dropped eigenvalue becomes this share of the largest: the best weights are then unique
 
 
 class Statistics(NamedTuple):
-    """Of a client's classes, over all its rows."""
+    """Describes a client's classes, over all its rows."""
 
     shares: Array  # pi [C]
     sums: Array  # h [C, d_z]: share times mean representation
     squares: Array  # mean |phi|^2
-    rows: Array  # their number
+    rows: Array  # the number of rows
 
 
 class Upload(NamedTuple):
-    """What a client sends for the heads; at the server every field has a leading axis of clients."""
+    """Holds what a client sends for the heads; at the server every field has a leading axis of clients."""
 
     head: Array
     sums: Array
@@ -65,15 +65,14 @@ class Upload(NamedTuple):
 
 
 def membership(labels, classes, weights, dtype):
-    """[C, rows]: the weight of a row at its class."""
+    """Return [C, rows]: the weight of every row at its class."""
     members = jax.nn.one_hot(labels, classes, axis=0, dtype=dtype)
     return members / labels.size if weights is None else members * weights.astype(dtype)[None]
 
 
 @struct
 class FedPAC(HeadThenBody):
-    """Personalised: a common extractor with class prototypes, heads mixed among similar clients by a quadratic
-    program."""
+    """Aligns a common extractor by class prototypes and mixes the heads of similar clients by a quadratic program."""
 
     coupling: float = setting("lambda: strength of the pull towards the prototypes", default=1.0, at_least=0)
     smallest_eigenvalue: float = setting("eigenvalues of the program below it are dropped", default=0.01, at_least=0)
@@ -84,19 +83,17 @@ class FedPAC(HeadThenBody):
         v: Local
         prototypes: Shared  # c [C, d_z]
         known: Shared  # [C]: 1.0 where there is a prototype
-        clips: Local
         own: Scratch  # this client's Statistics at the start of the round
 
     def init(self, problem, params, draw, fed):
         u, v = params
-        classes = class_count(problem, u, v, draw(0))
+        classes = count_classes(problem, u, v, draw(0))
         z = jax.eval_shape(lambda: problem.representations(u, draw(0)))
-        return self.State(u, v, jnp.zeros((classes, z.shape[1]), z.dtype), jnp.zeros(classes, z.dtype), jnp.zeros(2),
-                          own=None)  # fmt: skip
+        return self.State(u, v, jnp.zeros((classes, z.shape[1]), z.dtype), jnp.zeros(classes, z.dtype), own=None)
 
     def begin(self, server, client):
         s = super().begin(server, client)
-        # Filled here already: a step without an exchange keeps the structure of the State.
+        # This is filled here already, because a step without an exchange keeps the structure of the State.
         none = jnp.zeros((), s.known.dtype)
         blank = Statistics(jnp.zeros_like(s.known), jnp.zeros_like(s.prototypes), none, none)
         return s._replace(own=blank)
@@ -145,7 +142,7 @@ class FedPAC(HeadThenBody):
             return weights @ uploads.head
 
     def head_weights(self, variances, sums, present, slot):
-        """The shares of everybody's head in that of the client at this slot."""
+        """Return the shares of everybody's head in that of the client at this slot."""
         gaps = (sums[slot][None] - sums).reshape(len(present), -1)
         on = present.astype(gaps.dtype)
         form = (jnp.diag(variances) + gaps @ gaps.T) * on[:, None] * on[None]
@@ -160,15 +157,15 @@ class FedPAC(HeadThenBody):
 
 
 def pull(prototypes, strength, z, labels):
-    """strength times the mean squared gap to the prototypes of the rows' classes."""
+    """Return strength times the mean squared gap to the prototypes of the rows' classes."""
     return strength * jnp.mean((z - prototypes[labels]) ** 2)
 
 
 def least_on_simplex(form, present):
-    """a on the simplex, zero where not present, that minimises a^T form a; `form` is positive definite there.
+    """Return the a on the simplex, zero where not present, with least a^T form a; `form` is positive definite there.
 
-    Mehrotra's predictor-corrector method with the gradients' excess `z` over the price `top` of the sum. An absent
-    entry stands still at a = z = 1.
+    This is Mehrotra's predictor-corrector method with the gradients' excess `z` over the price `top` of the sum. An
+    absent entry stands still at a = z = 1.
     """
     epsilon = jnp.finfo(form.dtype).eps
     on = present.astype(form.dtype)
@@ -185,7 +182,7 @@ def least_on_simplex(form, present):
         factors = lu_factor(matrix.astype(form.dtype))
 
         def move(products):
-            """The step towards feasibility and this change of the products a z."""
+            """Return the step towards feasibility and towards this change of the products a z."""
             right = jnp.append(on * (products - a * missing), 1 - on @ a)
             solution = lu_solve(factors, right)
             da, dtop = solution[:-1], solution[-1]

@@ -14,18 +14,20 @@ Server    u_0  <- u_0 - server_lr mean_k grad_{u_0} H_k(u_k, u_0)               
 Why    What is exchanged is the gradient of a distance: no client gives away a model, and none is overwritten by an
        average. (u_k', u_0') is the pair at which g_k was computed, so the correction has mean zero also for clients
        that were absent; with full batches it vanishes and FedReCo-PVR is FedReCo.
-Ref.   The paper's appendix and its authors' code (the main text was not available): Algorithm 2, appendices A.3 and C.
+Ref.   The title and the authors of the paper are not known to us, because its main text was not available: what we had
+       is its appendix (Algorithm 2, appendices A.3 and C) and its authors' code (oyhah/FedReCo). No DOI or arXiv number
+       is known to us for certain.
 Departures
-  * H is the mean over a batch by default, the authors' code has the sum: `reduction` of the problem.
+  * H is the mean over a batch by default; the authors' code has the sum, which the problem's `reduction` can choose.
   * FedReCo sends a gradient on one batch, as appendix A.3 says; server_grad="full" is over all rows, as the code does.
     FedReCo-PVR needs all rows anyhow.
-  * The proof's server step has a factor coupling / 2, which the listing and the code lack: server_scale_lambda.
-  * The server's mean is shortened to `clip` too. Any optax optimiser can take the server's step: `optimizer=`;
+  * The proof's server step has a factor coupling / 2, which the listing and the code lack; server_scale_lambda adds it.
+  * The server's mean is shortened to `clip` too. Any optax optimiser can take the server's step (`optimizer=`);
     server_lr is then not used.
-  * The first correction is not defined in print: all start from one (u, v), u_0 is that u, and there g_k = 0 is exact.
-    A client that joins late starts from the same point.
+  * The first correction is not defined in print. Here all start from one (u, v), u_0 is that u, and g_k = 0 is exact
+    there. A client that joins late starts from the same point.
   * One reverse pass gives the gradients of f and H together, so FedReCo-PVR makes two passes per step and not three.
-  * The code ends with a round of head steps alone: `nestfed.personal.fine_tuned`.
+  * The code ends with a round of head steps alone; `nestfed.personalise` can do that in an evaluation.
 """
 
 from typing import NamedTuple
@@ -33,7 +35,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from nestfed.algorithms.personal_method import HeadThenBody, clipped
+from nestfed.algorithms.personal_method import HeadThenBody, clip_together
 from nestfed.core.algorithm import Local, Sample, Scratch, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, static, struct
@@ -41,7 +43,7 @@ from nestfed.core.settings import setting, static, struct
 
 @struct
 class FedReCo(HeadThenBody):
-    """Personalised: own models, their representations pulled towards a common one that only the server moves."""
+    """Pulls the representations of the clients' own models towards a common one that only the server moves."""
 
     coupling: float = setting("lambda: strength of the pull is lambda / 2", default=0.01, at_least=0)
     server_lr: float = setting("eta_0: step size of the common extractor", default=0.001, above=0)
@@ -56,8 +58,6 @@ class FedReCo(HeadThenBody):
         u0: Shared  # the common extractor
         u: Local
         v: Local
-        clips: Local
-        server_clips: Server  # (means shortened, means) so far
         memory: Server  # of the server's optimiser
 
     def init(self, problem, params, draw, fed):
@@ -66,7 +66,7 @@ class FedReCo(HeadThenBody):
     def start(self, params):
         u, v = params
         memory = None if self.optimizer is None else self.optimizer.init(u)
-        return u, u, v, jnp.zeros(2), jnp.zeros(2), memory
+        return u, u, v, memory
 
     def direction(self, problem, s, draw, fed):
         return problem.grad_coupled(s.u, s.v, s.u0, self.coupling, draw(0))
@@ -81,19 +81,20 @@ class FedReCo(HeadThenBody):
         return self.server_step(s, gradient, fed)
 
     def server_step(self, s, gradient, fed):
-        (mean,), over = clipped((fed.mean(gradient),), self.clip)
+        (mean,), over = clip_together((fed.mean(gradient),), self.clip)
+        fed.note("server_clipped_share", over)
         mean, memory = mean * (self.coupling / 2 if self.server_scale_lambda else 1), s.memory
         if self.optimizer is None:
             u0 = s.u0 - at(self.server_lr, fed.t) * mean
         else:
             update, memory = self.optimizer.update(mean, memory, s.u0)
             u0 = s.u0 + update
-        return s._replace(u0=u0, memory=memory, server_clips=s.server_clips + jnp.stack([over, jnp.ones_like(over)]))
+        return s._replace(u0=u0, memory=memory)
 
 
 @struct
 class FedReCoPVR(FedReCo):
-    """Personalised: FedReCo with less variance in the pull, by one batch at two points and a pass over all rows."""
+    """Runs FedReCo with less variance in the pull, by one batch at two points and a pass over all rows."""
 
     server_grad: str = setting("what a client sends: a gradient on all its rows", default="full", choices=("full",),
                                static=True)  # fmt: skip
@@ -102,8 +103,6 @@ class FedReCoPVR(FedReCo):
         u0: Shared  # the common extractor
         u: Local
         v: Local
-        clips: Local
-        server_clips: Server  # (means shortened, means) so far
         memory: Server  # of the server's optimiser
         g: Local  # grad_u H over all rows, at (u_start, u0_prev)
         u0_prev: Local  # the common extractor of the last round in which this client took part

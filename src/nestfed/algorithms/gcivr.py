@@ -2,22 +2,23 @@
 
 Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k,  f the same for all.
 
-Round (an epoch), every step one exchange of d + m (d + 1) numbers (2 more for Scaled values):
+Round (an epoch); every step has one exchange of d + m (d + 1) numbers (2 more for Scaled values):
   first step   Y, Z, W = means over clients and `refresh_batches` batches of  g_k(x), J g_k(x), grad h_k(x)
   other steps  Y  <- Y + mean_k [g_k(x) - g_k(x')],  and likewise Z and W;  one batch at both points, x' the last x
   all steps    Y into the domain of f;   x' = x;   x <- x - lr (W + Z^T grad f(Y))
 
-Why    Two evaluations of one batch have nearly the same noise, so their difference hardly any: the estimates stay as
-       good as the large batch made them, at the price of small ones. All clients hold the same numbers; nothing drifts.
-       The price is a Jacobian in every exchange.
-Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental variance reduction", NeurIPS 2019. The
-       released code never renews the estimates; its Z is the change of the Jacobian since the start.
+Why    Two evaluations of one batch have nearly the same noise, so their difference has hardly any: the estimates stay
+       as good as the large batch made them, at the price of small batches. All clients hold the same numbers, so
+       nothing drifts. In return there is a Jacobian in every exchange.
+Ref.   Zhang and Xiao, "A stochastic composite gradient method with incremental variance reduction", NeurIPS 2019,
+       arXiv:1906.10186. The released code never renews the estimates; its Z is the change of the Jacobian since the
+       start.
 Departures
   * The paper is centralised, with large batches of n rows and small ones of sqrt(n), and returns a random iterate:
     `simulate(..., output="random")`. Here the large batch is refresh_batches times the small one.
-  * With few clients a renewed estimate knows only the cohort's: the limit is where the mean over cohorts S of
-    Z_S^T grad f(Y_S) is zero, another point than the solution.
-  * The recursion can leave the domain of f, which is projected and counted; for the mean of exponentials with small
+  * With few clients a renewed estimate knows only the cohort's clients: the limit is where the mean over cohorts S of
+    Z_S^T grad f(Y_S) is zero, which is another point than the solution.
+  * The recursion can leave the domain of f, which is projected, which is noted; for the mean of exponentials with small
     batches that happens often, and the bound of `bound_slope` does not apply to a sum of Jacobians. Take many batches.
 """
 
@@ -26,9 +27,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from nestfed.core.algorithm import Algorithm, Sample, Scratch, Server, Shared
+from nestfed.core.algorithm import Algorithm, Scratch, Shared
+from nestfed.core.jax_internals import depends_on
 from nestfed.core.scaled import is_scaled
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
@@ -36,7 +37,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class GCIVR(Algorithm):
-    """Compositional: recursive estimates of inner value, Jacobian and gradient, exchanged in every step."""
+    """Keeps recursive estimates of inner value, Jacobian and gradient, which are exchanged in every step."""
 
     lr: float = setting("eta: step size", above=0)
     refresh_batches: int = setting("batches of the epoch's first step", default=10, at_least=1, static=True)
@@ -51,21 +52,20 @@ class GCIVR(Algorithm):
 
     class State(NamedTuple):
         x: Shared
-        x_prev: Scratch  # x': where the estimates are
+        x_prev: Scratch  # x': the point to which the estimates belong
         y: Scratch  # Y: estimate of g(x')
-        jacobian: Scratch  # Z: of its Jacobian [m, d]
+        jacobian: Scratch  # Z: estimate of its Jacobian [m, d]
         w: Scratch  # W: of grad h(x')
-        projections: Server  # how often y left the domain of f
 
     def init(self, problem, params, draw, fed):
         (x,) = params
         first = draw(0)
-        if depends_on_sample(lambda sample: problem.grad_outer(problem.inner_value(x, first), sample), first):
+        if depends_on(lambda sample: problem.grad_outer(problem.inner_value(x, first), sample), first):
             raise UserError(
                 f"GCIVR needs an outer function that is the same for all clients, and {type(problem).__name__}.outer "
                 "uses the batch or the key. Choose FedDRO, DS-FedDRO or MBSGD."
             )
-        return self.State(x, None, None, None, None, jnp.zeros(()))
+        return self.State(x, None, None, None, None)
 
     def schedule(self):
         if self.local_steps == 1:
@@ -87,16 +87,17 @@ class GCIVR(Algorithm):
         y, outside = problem.into_domain(y, draw(0))
         direction = pulled_back(jacobian, problem.grad_outer(y, draw(0)))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * (direction if w is None else direction + w))
-        return self.State(x, s.x, y, jacobian, w, s.projections + outside)
+        fed.note("projected_share", outside)
+        return self.State(x, s.x, y, jacobian, w)
 
 
 def estimates(problem, x, sample):
-    """(inner value, its Jacobian, gradient of `extra` or None) on one batch."""
+    """Return (inner value, its Jacobian, gradient of `extra` or None) on one batch."""
     return *problem.inner_jacobian(x, sample), problem.grad_extra(x, sample) if problem.has_extra else None
 
 
 def each(function, *trees):
-    """function on the numbers of trees; Scaled ones know their own arithmetic."""
+    """Apply a function to the numbers of trees; Scaled ones know their own arithmetic."""
     return jax.tree.map(function, *trees, is_leaf=is_scaled)
 
 
@@ -105,14 +106,7 @@ def plus(one, other):
 
 
 def pulled_back(jacobian, slope):
-    """Jacobian^T slope; of Scaled ones only the sum of the exponents is exponentiated."""
+    """Return Jacobian^T slope; of Scaled numbers only the sum of the exponents is exponentiated."""
     if not is_scaled(slope):
         return jnp.dot(slope, jacobian, precision="highest")
     return jnp.dot(slope.value, jacobian.value, precision="highest") * jnp.exp(slope.shift + jacobian.shift)
-
-
-def depends_on_sample(function, sample: Sample) -> bool:
-    """Does any of the sample's numbers enter the result?"""
-    jaxpr = jax.make_jaxpr(function)(sample).jaxpr
-    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return any(used)

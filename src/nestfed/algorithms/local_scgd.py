@@ -2,32 +2,34 @@
 
 Problem   min_x mean_k [h_k(x) + f_k(g_k(x))].
 
-Step at client k, a batch B and another one C:
+Step at client k, with a batch B and another one C:
     u_k  <- (1 - inner_lr) u_k + inner_lr g_k(x_k; B)
     z_k   = grad h_k(x_k; C) + J g_k(x_k; B)^T grad f_k(u_k; C)
     Local-SCGD    x_k <- x_k - lr z_k
     Local-SCGDM   m_k <- (1 - momentum_lr) m_k + momentum_lr z_k;   x_k <- x_k - lr m_k
     x_k, u_k (, m_k)  <- their means                                last step of the round: d + m numbers (2 d + m)
 
-On conditional problems (`local-scgd-conditional`, `local-scgdm-conditional`), where g depends on the outer sample, the
-estimate is carried for all of them together. Every outer sample i of the batch, such as a task of meta-learning, blends
-it with an inner value of its own:
+On conditional problems (`local-scgd-conditional`, `local-scgdm-conditional`), where g depends on the outer sample, one
+estimate is carried for all outer samples together. Every outer sample i of the batch, such as a task of
+meta-learning, blends it with an inner value of its own:
     u_i   = (1 - inner_lr) u_k + inner_lr g_i(x_k);   z_k = mean_i J g_i(x_k)^T grad f_i(u_i);   u_k <- mean_i u_i
 
-Why    u_k averages over batches, so small batches do; m_k smooths the gradient too. There is one estimate for all outer
+Why    u_k averages over batches, which may be small; m_k smooths the gradient too. There is one estimate for all outer
        samples: where g depends on the outer sample, it tracks the wrong mean, and the limit is another point for every
        inner_lr below 1. The conditional forms are here to be compared with (`fcsg` solves these problems).
 Ref.   Gao, Li and Huang, "On the convergence of local stochastic compositional gradient descent with momentum", ICML
-       2022. Its steps are alpha eta, beta eta and gamma eta with a common factor eta; here inner_lr = alpha eta,
-       momentum_lr = beta eta, lr = gamma eta.
+       2022 (PMLR 162, pages 7017-7035). No DOI or arXiv number is known to us for certain. Its steps are alpha eta,
+       beta eta and gamma eta with a common factor eta; here inner_lr = alpha eta, momentum_lr = beta eta and
+       lr = gamma eta.
 Departures
   * The means of u mix inner functions that the problem keeps apart. With one local step and a full batch the limit
     solves mean_k J_k^T grad f(u_k) = 0 at u_k = (1 - inner_lr) g + inner_lr g_k: the problem's solution for
     inner_lr = 1, and for small inner_lr that of the other problem, with the mean g inside f. average_inner=False keeps
     u at its client, as the problem wants it, and saves m numbers.
-  * h is allowed.
-  * The conditional forms are those of the program released with "Federated conditional stochastic optimization" (Wu et
-    al., NeurIPS 2023); the paper itself has no such problem. One batch serves both levels: f_i belongs to g_i.
+  * An ordinary average loss h is allowed beside the composition.
+  * The conditional forms are those of the program released with "Federated conditional stochastic optimization"
+    (arXiv:2310.02524, see `fcsg`); the paper of Local-SCGDM has no such problem. One batch serves both levels, because
+    f_i belongs to g_i.
 """
 
 from typing import NamedTuple
@@ -42,7 +44,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class LocalSCGD(Algorithm):
-    """Compositional, every client its own composition: running estimates of the inner functions, averaged with x."""
+    """Follows every client's own composition with running estimates of the inner functions, averaged with x."""
 
     lr: float = setting("gamma: step size of x", above=0)
     inner_lr: float = setting(
@@ -71,12 +73,12 @@ class LocalSCGD(Algorithm):
         return self.synchronised(problem, self.State(x, u), fed)
 
     def track(self, problem, s, draw, fed):
-        """(the new estimate of the inner value, the gradient with it)."""
+        """Return (the new estimate of the inner value, the gradient with it)."""
         rate = at(self.inner_lr, fed.t)
         return self.compose(problem, s.x, draw, lambda value: (1 - rate) * s.u + rate * value)
 
     def compose(self, problem, x, draw, blend):
-        """(what `blend` makes of the batch's inner value, the gradient with it)."""
+        """Return (what `blend` makes of the batch's inner value, the gradient with it)."""
         value, pull = problem.inner_vjp(x, draw(0))
         u = blend(value)
         return u, problem.composed_gradient(x, pull, u, draw(1))
@@ -90,7 +92,7 @@ class LocalSCGD(Algorithm):
 
 @struct
 class LocalSCGDM(LocalSCGD):
-    """Local-SCGD with a running estimate of the gradient as well."""
+    """Runs Local-SCGD with a running estimate of the gradient as well."""
 
     momentum_lr: float = setting(
         "b: step of the momentum towards the gradient; 1 is the gradient", default=0.5, above=0, at_most=1
@@ -117,7 +119,7 @@ class LocalSCGDM(LocalSCGD):
 
 @struct
 class LocalSCGDConditional(LocalSCGD):
-    """Conditional, with one estimate of the inner value for all outer samples: to be compared with, it is biased."""
+    """Keeps one estimate of the inner value for all outer samples: it is biased and there to be compared with."""
 
     family = "conditional"
     scope = None
@@ -130,4 +132,4 @@ class LocalSCGDConditional(LocalSCGD):
 
 @struct
 class LocalSCGDMConditional(LocalSCGDConditional, LocalSCGDM):
-    """Local-SCGDM for conditional problems in the same way."""
+    """Runs Local-SCGDM on conditional problems in the same way."""

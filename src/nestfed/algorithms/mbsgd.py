@@ -2,23 +2,24 @@
 
 Problem   min_x h(x) + f(g(x)),   h = mean_k h_k,  g = mean_k g_k.
 
-MBSGD, step at client k (a round is one step), one batch for everything:
+MBSGD, step at client k (a round is one step), with one batch for everything:
     y_k  = g_k(x)
     y    = mean_k y_k                                               m numbers
     x    <- mean_k [x - lr (grad h_k(x) + J g_k(x)^T grad f(y))]    d numbers, an exchange of its own
 Unconstrained:
     x    <- mean_k [x - lr grad h_k(x)]                             d numbers
 
-Why    The plainest right method: no estimate is kept, so nothing can drift, and every step pays two exchanges. f of a
-       batch's mean is not the mean of f: the gradient has a bias of order 1 / (rows of all batches), which no step size
-       removes. Descent on h alone says what the composition (a constraint, say) costs and what it achieves.
-Ref.   The baselines of "Federated compositional optimization: the impact of two-sided learning rates on communication
-       efficiency".
+Why    This is the plainest method that is right: no estimate is kept, so nothing can drift, but every step pays two
+       exchanges. f of a batch's mean is not the mean of f: the gradient has a bias of order 1 / (rows of all batches),
+       which no step size removes. Descent on h alone shows what the composition (a constraint, say) costs and achieves.
+Ref.   Baselines of "Federated compositional optimization: the impact of two-sided learning rates on communication
+       efficiency", an anonymous, undated submission (openreview.net/forum?id=Ob0UafH2YI). No DOI or arXiv number is
+       known to us for certain; `feddro` names a related paper with its authors.
 Departures
-  * With few clients the inner value knows only the cohort's: the limit is where the mean over cohorts S of
-    J g_S^T grad f(g_S) is zero, another point than the solution.
-  * plugin="local" puts a client's own y_k in place of the mean: one exchange, and another problem,
-    min_x mean_k [h_k(x) + f(g_k(x))]. A control: what the exchange of m numbers is good for.
+  * With few clients the inner value knows only the cohort's clients: the limit is where the mean over cohorts S of
+    J g_S^T grad f(g_S) is zero, which is another point than the solution.
+  * plugin="local" puts a client's own y_k in place of the mean: a step has one exchange and solves another problem,
+    min_x mean_k [h_k(x) + f(g_k(x))]; this control shows what the exchange of m numbers is good for.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class MBSGD(Algorithm):
-    """Compositional: the clients' inner values and gradients are averaged in every step."""
+    """Averages the clients' inner values and gradients in every step."""
 
     lr: float = setting("eta: step size", above=0)
     plugin: str = setting(
@@ -62,7 +63,7 @@ class MBSGD(Algorithm):
 
 @struct
 class Unconstrained(Algorithm):
-    """Compositional, baseline: descends the ordinary average loss (`extra`) and ignores the composition."""
+    """Descends the ordinary average loss (`extra`) and ignores the composition; a baseline."""
 
     lr: float = setting("eta: step size", above=0)
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)

@@ -2,7 +2,7 @@
 
 Problem   min_x F(x)  s.t.  f_j(x) <= 0, j = 1 .. J,   F = mean_k F_k,  f_j = mean_k f_{j,k}.
 
-Step at client k (a round is one step); j and j' random, independent, the same at all clients:
+Step at client k (a round is one step); j and j' are random, independent and the same at all clients:
     x_k    = x - lr (grad F_k(x) + max(penalty f_{j,k}(x) + z_j, 0) grad f_{j,k}(x))
     x, u   = mean_k x_k, mean_k f_{j',k}(x)                         d + 1 numbers; u at the old x
     z_j'  <- z_j' + dual_lr max(-z_j' / penalty, u)
@@ -10,13 +10,14 @@ Step at client k (a round is one step); j and j' random, independent, the same a
 Why    A step on the augmented Lagrangian of one constraint costs two gradients, however many constraints there are. The
        maximum keeps multipliers nonnegative, provided that dual_lr <= penalty. Uniform j make z_j / J the multiplier.
 Ref.   Xu, "Primal-dual stochastic gradient method for convex programs with many functional constraints", SIAM Journal
-       on Optimization 2020. It returns the average of x over the steps: `simulate(..., output="average")`; lr, penalty
-       and dual_lr fall as 1 / sqrt(t) in its theory: `PowerDecay(scale=..., power=0.5)`.
+       on Optimization 30(2), 2020, arXiv:1802.02724. It returns the average of x over the steps:
+       `simulate(..., output="average")`; lr, penalty and dual_lr fall as 1 / sqrt(t) in its theory:
+       `PowerDecay(scale=..., power=0.5)`.
 Departures
   * The paper is centralised with exact constraints. Here the client's own value of a constraint, on its batch, stands
     within the maximum: exact while every penalty f_{j,k} + z_j is positive and the clients' gradients agree, or as
     penalty goes to zero. The multipliers follow the mean.
-  * u comes back to the clients, who keep z up to date themselves: d + 1 numbers down in place of d.
+  * u comes back to the clients, who keep z up to date themselves, so d + 1 numbers come down in place of d.
 """
 
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class PDSGD(Algorithm):
-    """Constrained: primal-dual steps on one random constraint at a time."""
+    """Takes primal-dual steps on one random constraint at a time."""
 
     lr: float = setting("alpha: step size of x", above=0)
     penalty: float = setting("rho: of the augmented Lagrangian", default=0.1, above=0)

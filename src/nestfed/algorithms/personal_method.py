@@ -1,7 +1,7 @@
 """What the methods for personalised problems have in common: steps on parts of a model, and their clipping.
 
 A client's model is an extractor u and a head v. Every local gradient is shortened to the norm `clip`, over the part (or
-parts) that it moves; how often that happened is counted.
+parts) that it moves; how often that happened is noted.
 """
 
 import jax
@@ -12,7 +12,7 @@ from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
 
 
-def clipped(parts, limit):
+def clip_together(parts, limit):
     """(the vectors, shortened together where their common norm is above `limit`; 1.0 if it was)."""
     norm = jnp.sqrt(sum(jnp.vdot(a, a) for a in parts))
     over = norm > limit
@@ -20,8 +20,8 @@ def clipped(parts, limit):
     return tuple(a * factor.astype(a.dtype) for a in parts), over.astype(float)
 
 
-def class_count(problem, u, v, sample) -> int:
-    """The number of classes, from the shape of the outputs."""
+def count_classes(problem, u, v, sample) -> int:
+    """Return the number of classes, from the shape of the outputs."""
     inputs, labels = sample.batch
     outputs = jax.eval_shape(lambda: problem.outputs(u, v, inputs, sample.key))
     if outputs.ndim != 2 or not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -34,23 +34,23 @@ def class_count(problem, u, v, sample) -> int:
 
 @struct
 class PersonalMethod(Algorithm):
-    """A method for personalised problems; its State has a field `clips`: (gradients shortened, gradients) so far."""
+    """A method for personalised problems, whose gradients are clipped."""
 
     lr: float = setting("eta: step size", above=0)
     clip: float = setting("largest norm of a gradient; longer ones are shortened", default=10.0, above=0)
 
     family = "personalised"
 
-    def descend(self, s, lr, **gradients):
+    def descend(self, s, lr, fed, **gradients):
         """A step of the fields of these names along their gradients, which are shortened together."""
-        shortened, over = clipped(tuple(gradients.values()), self.clip)
-        moved = {name: getattr(s, name) - lr * g for name, g in zip(gradients, shortened, strict=True)}
-        return s._replace(**moved, clips=s.clips + jnp.stack([over, jnp.ones_like(over)]))
+        shortened, over = clip_together(tuple(gradients.values()), self.clip)
+        fed.note("clipped_share", over)
+        return s._replace(**{name: getattr(s, name) - lr * g for name, g in zip(gradients, shortened, strict=True)})
 
 
 @struct
 class HeadThenBody(PersonalMethod):
-    """Rounds in which a client trains its head with the extractor fixed, then the extractor with the head fixed."""
+    """Lets a client train its head with the extractor fixed, then the extractor with the head fixed, in every round."""
 
     head_lr: float | None = setting("eta_v: step size of the head; None means lr", default=None, above=0)
     head_steps: int = setting("K_v: steps of the head per round", default=1, at_least=0, static=True)
@@ -65,16 +65,16 @@ class HeadThenBody(PersonalMethod):
 
     def head(self, problem, s, draw, fed):
         lr = self.lr if self.head_lr is None else self.head_lr
-        return self.descend(s, at(lr, fed.t), v=problem.grad_head(s.u, s.v, draw(0)))
+        return self.descend(s, at(lr, fed.t), fed, v=problem.grad_head(s.u, s.v, draw(0)))
 
     def extractor(self, problem, s, draw, fed):
-        s = self.descend(s, at(self.lr, fed.t), u=self.direction(problem, s, draw, fed))
+        s = self.descend(s, at(self.lr, fed.t), fed, u=self.direction(problem, s, draw, fed))
         return self.synchronise(problem, s, draw, fed) if fed.sync else s
 
     def direction(self, problem, s, draw, fed):
-        """The gradient along which the extractor goes."""
+        """Return the gradient along which the extractor goes."""
         return problem.grad_extractor(s.u, s.v, draw(0))
 
     def synchronise(self, problem, s, draw, fed):
-        """What follows the round's last step."""
+        """Do what follows the round's last step."""
         raise UserError(f"{type(self).__name__} must define synchronise(problem, s, draw, fed).")

@@ -13,9 +13,10 @@ Why    c_k - c estimates how far client k's gradient is from the average: withou
        minimiser, for any number of local steps. share_k, the weight of client k in the problem / its weight in this
        round's means, makes c the weighted mean of all c_k at any time, whoever takes part: with equal weights it is
        clients taking part / all clients, as printed.
-Ref.   Karimireddy et al., "SCAFFOLD: stochastic controlled averaging for federated learning", ICML 2020, Algorithm 1.
-Departures  Option II only. Clients may have weights. I counts local steps (mini-batches), not epochs. lr must be
-       constant within a round.
+Ref.   Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: stochastic controlled averaging for federated
+       learning", ICML 2020, arXiv:1910.06378, Algorithm 1.
+Departures  Only option II is here. Clients may have weights. I counts local steps (mini-batches), not epochs. lr must
+       be constant within a round.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class Scaffold(Algorithm):
-    """SCAFFOLD: local steps corrected by control variates."""
+    """Corrects local steps by control variates, so that they do not drift."""
 
     lr: float = setting("eta: local step size", above=0)
     server_lr: float = setting("eta_g: server step size", default=1.0, above=0)

@@ -2,19 +2,19 @@
 
 Problem   min_x mean_k f_k(x, y(x)),   y(x) = argmin_y mean_k g_k(x, y);   z estimates (d2g/dy2)^-1 df/dy.
 
-Step at client k, all three from the old values, local rates (lr, lower_lr, z_lr):
+Step at client k, with local rates (lr, lower_lr, z_lr); all three use the old values:
     h_y = grad_y g_k(x, y);   h_z = (d2g_k/dy2) z - df_k/dy;   h_x = df_k/dx - (d2g_k/dxdy) z
     y <- y - lower_lr h_y;    z <- z - z_lr h_z;               x <- x - lr h_x
-Last step of the round, q = sum of the round's h, server rates (server_lr, server_lower_lr, server_z_lr):
+Last step of the round, with q the sum of the round's h and server rates (server_lr, server_lower_lr, server_z_lr):
     x <- x - server_lr mean_k q_x,   y likewise,   z <- Proj_{|z| <= radius}(z - server_z_lr mean_k q_z)
                                                                   one exchange of d + 2 d_y numbers
 ShroFBO uploads q / tau_k and multiplies the server steps by rho = mean_k tau_k, where client k does tau_k steps: a
 client with more steps then does not weigh more.
 
-Why    One exchange instead of a Neumann series of exchanges. Local steps comparable with the server's shift the limit:
-       keep the local rates small.
+Why    A round has one exchange instead of a Neumann series of exchanges. Local steps that are comparable with the
+       server's shift the limit, so keep the local rates small.
 Ref.   Yang, Xiao and Ji, "SimFBO: towards simple, flexible and communication-efficient federated bilevel learning",
-       NeurIPS 2023, Algorithms 1 and 2.
+       NeurIPS 2023, arXiv:2305.19442, Algorithms 1 and 2.
 Departures  Aggregation coefficients are 1. Clients' own numbers of steps come from `Task.local_steps` (at most
        `local_steps`); with them ShroFBO sends one more number, tau_k. With few clients the paper draws them uniformly
        and weighs them by w_k K / |S|; here a client is drawn as often as its weight says, and all who are there count
@@ -31,7 +31,7 @@ from nestfed.core.settings import setting, struct
 
 @struct
 class SimFBO(Algorithm):
-    """Bilevel with one global lower problem: x, y and z in a single loop, one exchange per round."""
+    """Moves x, y and z of one global lower problem in a single loop, with one exchange per round."""
 
     lr: float = setting("eta_x: local step size of x", above=0)
     lower_lr: float = setting("eta_y: local step size of y", above=0)
@@ -80,7 +80,7 @@ class SimFBO(Algorithm):
         return self.State(x, y, z, q)
 
     def average(self, q, fed):
-        """(averaged directions, factor of the server steps)."""
+        """Return (averaged directions, factor of the server steps)."""
         return fed.mean(q), 1
 
     def project(self, z):
@@ -90,7 +90,7 @@ class SimFBO(Algorithm):
 
 @struct
 class ShroFBO(SimFBO):
-    """SimFBO with directions normalised by each client's number of steps."""
+    """Runs SimFBO with directions normalised by each client's number of steps."""
 
     def average(self, q, fed):
         if fed.own_steps is None:

@@ -1,7 +1,7 @@
 """SOAP, in a federation: average precision with a running estimate of the inner value of every positive.
 
-Problem   min_x mean_k mean_i f(g_{k,i}(x)): an inner value, 2 numbers in `AveragePrecision`, for each positive i of
-client k.
+Problem   min_x mean_k mean_i f(g_{k,i}(x)), with an inner value (2 numbers in `AveragePrecision`) for each positive i
+of client k.
 
 Step at client k, on one batch, for the positives i in it:
     u_{k,i}  <- (1 - beta) u_{k,i} + beta y_i(x_k)                  y_i: the inner value on the batch
@@ -9,12 +9,12 @@ Step at client k, on one batch, for the positives i in it:
 Last step of the round:
     x        <- mean_k x_k                                          d numbers
 
-Why    f of a mean over few rows is not the mean of f: methods without memory have a bias of order 1 / m. Averages over
-       time have it only while x moves, so small steps lead to the solution, whatever the size of the batch. The price
-       is a state per positive: 2 numbers for every row of the largest client, at every client, and none of it is of use
-       to anybody else. A positive that is seldom drawn has an old estimate.
-Ref.   Qi et al., "Stochastic optimization of areas under precision-recall curves with provable convergence",
-       NeurIPS 2021; the step is that of SGD.
+Why    f of a mean over few rows is not the mean of f, so methods without memory have a bias of order 1 / m. Averages
+       over time have it only while x moves, so small steps lead to the solution, whatever the size of the batch. The
+       price is a state per positive: 2 numbers for every row of the largest client, at every client, and none of it is
+       of use to anybody else. A positive that is seldom drawn has an old estimate.
+Ref.   Qi, Luo, Xu, Ji and Yang, "Stochastic optimization of areas under precision-recall curves with provable
+       convergence", NeurIPS 2021, arXiv:2104.08736. The step of x is that of SGD.
 Departures
   * The paper has one machine. Here clients do local steps and x is averaged; estimates stay where their rows are.
   * A positive's first estimate is its first inner value; an average started at zero would make first steps 1 / beta
@@ -33,7 +33,7 @@ from nestfed.core.settings import UserError, setting, struct
 
 @struct
 class SOAP(Algorithm):
-    """Conditional, outer samples known by number: local steps with a running inner estimate for each of them."""
+    """Takes local steps with a running inner estimate for each outer sample, which it knows by number."""
 
     lr: float = setting("eta: step size", above=0)
     beta: float = setting("gamma: weight of the new inner value", default=0.1, above=0, at_most=1)

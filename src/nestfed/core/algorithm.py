@@ -5,10 +5,12 @@
 import dataclasses
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.types import Array, PyTree
+
+Tree = TypeVar("Tree")
 
 Shared = Annotated[Any, "shared"]  # a State field kept by the server; equal on all clients after a synchronisation
 Local = Annotated[Any, "local"]  # a State field that stays on the client from round to round and never leaves it
@@ -37,25 +39,53 @@ class Cohort(NamedTuple):
         return self.weights > 0
 
 
-def everything(values: PyTree, cohort: Cohort, slot: Array, key: Array) -> PyTree:
+def reply_with_all(values: PyTree, cohort: Cohort, slot: Array, key: Array) -> PyTree:
     """The reply to a gather that sends everybody's values to everybody."""
     return values
+
+
+Reply = Callable[[Any, Cohort, Array, Array], Any]  # (values, cohort, slot, key) -> the answer to one client
+
+
+class Mean(Protocol):
+    """The weighted mean of a tree over the clients taking part.
+
+    `around` is a tree of the same structure that everybody knows (a broadcast value, or what follows from answers; None
+    where there is no such value), and the meaning is around + mean(tree - around). It tells which part of an upload is
+    news: transforms of uploads act on tree - around. Without them it is ignored.
+    """
+
+    def __call__(self, tree: Tree, around: Any = None) -> Tree: ...
+
+
+class Gather(Protocol):
+    """The server lays the cohort's trees side by side and answers this client with reply(values, cohort, slot, key).
+
+    The key is the step's shared one, and `reply` may use nothing else but settings and fields of fed.server as they are
+    (where it runs, fed.server has the Server fields too). A visible exception: prefer a mean, which hides who said
+    what.
+    """
+
+    def __call__(self, tree: Any, reply: Reply = reply_with_all) -> Any: ...
+
+
+class Note(Protocol):
+    """Report a number under a name: how often something happened, how large something was.
+
+    Every engine adds the notes of those who take part up, and the history has their mean (of a switch: how often it was
+    on) since the evaluation before. A note is no state and costs no traffic. Those of `init` are not kept.
+    """
+
+    def __call__(self, name: str, value: Any) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Fed:
     """All that a client can see of the federation during one step."""
 
-    # mean(tree, around=None): the weighted mean of a tree over the clients taking part. `around` is a tree of the same
-    # structure that everybody knows (a broadcast value, or what follows from answers; None where there is no such
-    # value), and the meaning is around + mean(tree - around). It tells which part of an upload is news: transforms of
-    # uploads (`privacy`) act on tree - around. Without them it is ignored.
-    mean: Callable[..., PyTree]
-    # gather(tree, reply=...): the server lays the cohort's trees side by side and answers this client with
-    # reply(values, cohort, slot, key); the key is the step's shared one, and reply may use nothing else but settings
-    # and fields of fed.server as they are (where it runs, fed.server has the Server fields too).
-    # A visible exception: prefer a mean, which hides who said what.
-    gather: Callable[..., PyTree]
+    mean: Mean
+    gather: Gather
+    note: Note
     sync: bool  # last step of the round? A Python bool: branch on it with a plain `if`
     t: Array  # global step index, for step-size schedules
     step: Array  # index of the step within the round

@@ -30,6 +30,7 @@ def setting(
     above: float | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     choices: Sequence[Any] | None = None,
     part: type | None = None,
     static: bool = False,
@@ -40,7 +41,7 @@ def setting(
     marks what belongs to the program itself (numbers of steps, switches). `part` is the class of a setting that is a
     record of settings itself.
     """
-    rules = {"above": above, "at_least": at_least, "at_most": at_most, "choices": choices, "part": part}
+    rules = {"above": above, "at_least": at_least, "at_most": at_most, "below": below, "choices": choices, "part": part}
     return dataclasses.field(default=default, metadata={"description": description, "static": static, "rules": rules})
 
 
@@ -140,4 +141,6 @@ def _broken_rule(value: Any, rules: dict[str, Any], *, static: bool) -> str | No
         return f"at least {rules['at_least']}"
     if rules["at_most"] is not None and not number <= rules["at_most"]:
         return f"at most {rules['at_most']}"
+    if rules["below"] is not None and not number < rules["below"]:
+        return f"below {rules['below']}"
     return None

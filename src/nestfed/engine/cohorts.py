@@ -29,7 +29,7 @@ SAMPLINGS = ("weights", "uniform", "poisson")
 OVERFLOW = 1e-20  # probability that a Poisson cohort is larger than the room made for it
 
 
-class Seat(NamedTuple):
+class Participant(NamedTuple):
     """One client's place in a round."""
 
     position: Array  # in the task
@@ -44,7 +44,7 @@ class CohortRule(NamedTuple):
 
     size: float  # expected number of clients
     sampling: str
-    seats: int  # room for so many
+    room: int  # for so many clients at the most
 
     @property
     def random_size(self) -> bool:
@@ -90,7 +90,7 @@ def expected_cohort(cohort: int | float | None, clients: int) -> float | None:
 
 
 def _room(size: float, clients: int) -> int:
-    """Seats for a Poisson cohort. Coins of unequal chances are less spread than equal ones (Hoeffding 1956)."""
+    """For a Poisson cohort. Coins of unequal chances are less spread than equal ones (Hoeffding 1956)."""
     from scipy.special import bdtrc  # not needed without Poisson cohorts
 
     numbers = np.arange(int(np.ceil(size)) + 1, clients + 1)
@@ -112,7 +112,7 @@ def chances_of(weights: Array, rule: CohortRule | None) -> Array:
     return jnp.minimum(1, weights * (left[always] / rest[always]).astype(weights.dtype))
 
 
-def remarks(weights: np.ndarray, rule: CohortRule | None, dropout: bool) -> tuple[str, ...]:
+def find_remarks(weights: np.ndarray, rule: CohortRule | None, dropout: bool) -> tuple[str, ...]:
     """What a reader must know of means over those who take part, in plain words."""
     if np.ptp(weights) <= 1e-9 * weights.max():
         return ()
@@ -130,10 +130,10 @@ def remarks(weights: np.ndarray, rule: CohortRule | None, dropout: bool) -> tupl
     return ()
 
 
-def everybody(task: Task) -> Seat:
-    """Seats for all clients, as at the start and in metrics."""
+def all_participants(task: Task) -> Participant:
+    """All clients, as at the start and in metrics."""
     positions, weights = jnp.arange(task.clients), jnp.asarray(task.weights)
-    return Seat(positions, jnp.asarray(task.data.ids), positions, weights, jnp.ones_like(weights))
+    return Participant(positions, jnp.asarray(task.data.ids), positions, weights, jnp.ones_like(weights))
 
 
 def choose_cohort(
@@ -145,8 +145,9 @@ def choose_cohort(
     *,
     chances: Array | None = None,
     secret: Array | None = None,
-) -> Seat:
-    """The seats of a round. Draws are keyed by client id: a new client displaces few. Dropped clients get weight zero.
+) -> Participant:
+    """The participants of a round. Draws are keyed by client id: a new client displaces few. Dropped clients get weight
+    zero.
 
     `chances` are those of `chances_of`, for whoever has computed them before the first round. `secret` draws the cohort
     in place of the run's key, which everybody knows: for a guarantee that counts on nobody knowing who took part.
@@ -166,13 +167,13 @@ def choose_cohort(
     if dropout is not None:
         luck = priorities(fold(key, DROPOUT, round), ids).astype(weights.dtype) / 2.0**32
         weights = jnp.where(luck >= dropout, weights, 0)
-    return Seat(positions, ids, jnp.arange(positions.size), weights, own)
+    return Participant(positions, ids, jnp.arange(positions.size), weights, own)
 
 
 def _uniform(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, None]:
     """The clients with the largest priorities: a larger cohort contains the smaller one."""
     # As floats of the same order (no NaN, nothing denormal): for these there is a fast selection, not a whole sort.
-    _, chosen = lax.top_k(lax.bitcast_convert_type((priority >> 3) + 0x00800000, jnp.float32), rule.seats)
+    _, chosen = lax.top_k(lax.bitcast_convert_type((priority >> 3) + 0x00800000, jnp.float32), rule.room)
     return jnp.sort(chosen), None  # the task's own order within the cohort
 
 
@@ -181,7 +182,7 @@ def _by_weight(key: Array, priority: Array, chances: Array, rule: CohortRule) ->
 
     Chances are laid end to end in whole numbers, and evenly spaced points are dropped on them from a random start.
     """
-    spacing = 2**31 // rule.seats  # leaves room for rounding below 2^32
+    spacing = 2**31 // rule.room  # leaves room for rounding below 2^32
     lengths = jnp.where(chances < 1, jnp.minimum(chances, 0.9999999) * float(spacing), 0).astype("uint32")
     lengths = jnp.where(chances < 1, lengths, jnp.uint32(spacing))
     order = jnp.argsort(priority)
@@ -190,24 +191,24 @@ def _by_weight(key: Array, priority: Array, chances: Array, rule: CohortRule) ->
     points_before = jnp.where(ends > start, (ends - start - 1) // jnp.uint32(spacing) + 1, 0)
     hit = jnp.diff(points_before, prepend=points_before[:1] * 0) > 0
     chosen = jnp.zeros(priority.shape, bool).at[order].set(hit)
-    _, positions = lax.top_k(chosen.astype(jnp.float32), rule.seats)  # the first ones among equals
+    _, positions = lax.top_k(chosen.astype(jnp.float32), rule.room)  # the first ones among equals
     positions = jnp.sort(positions)
     return positions, chosen[positions]  # rounding may leave the last point without a client
 
 
 def _by_coin(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, Array]:
-    """Every client whose coin falls; the other seats go to clients that take no part."""
+    """Every client whose coin falls; the other places go to clients that take no part."""
     luck = priority.astype(jnp.float32) / 2.0**32
     present = (luck < chances.astype(jnp.float32)) | (chances >= 1)
     order = luck / jnp.maximum(chances.astype(jnp.float32), 1e-30)
-    _, positions = lax.top_k(jnp.where(present, 1 - jnp.minimum(order, 1), -1 - order), rule.seats)
+    _, positions = lax.top_k(jnp.where(present, 1 - jnp.minimum(order, 1), -1 - order), rule.room)
     positions = jnp.sort(positions)
     return positions, present[positions]
 
 
-def cohort_of(seats: Seat) -> Cohort:
+def show_cohort(participants: Participant) -> Cohort:
     """What a reply to a gather knows about the cohort."""
-    return Cohort(seats.id, seats.weight)
+    return Cohort(participants.id, participants.weight)
 
 
 def expected_weight(weights: Array, chances: Array) -> tuple[Array, Array]:

@@ -15,36 +15,50 @@ from jax import lax
 from jax.random import bernoulli
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nestfed.core.algorithm import Algorithm, Cohort, Fed, everything
+from nestfed.core.algorithm import Algorithm, Cohort, Fed, reply_with_all
+from nestfed.core.jax_internals import NotCommonError, prove_common
 from nestfed.core.randomness import METRICS, OUTPUT, fold
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.engine.cohorts import CohortRule, Seat, chances_of, choose_cohort, cohort_of, everybody, expected_weight
+from nestfed.engine.cohorts import (
+    CohortRule,
+    Participant,
+    all_participants,
+    chances_of,
+    choose_cohort,
+    expected_weight,
+    show_cohort,
+)
 from nestfed.engine.steps import (
-    INITIALISE,
+    NUMBERS,
+    SQUARES,
+    START,
     Ask,
     Call,
     Client,
     Exchange,
     Expected,
-    Step,
-    Tally,
+    Inputs,
+    Notes,
     Treatment,
+    add_notes,
     largest_share,
+    make_client,
+    make_shared_key,
+    make_words,
     mean_over_clients,
+    no_notes,
+    phases_of,
+    repeat,
     replay,
     run_round,
-    seated,
-    shared_key,
-    shares,
-    speaking,
+    shares_of,
     take_step,
-    take_tallied_step,
     treatment_of,
     weighted_mean,
 )
-from nestfed.uploads.transforms import Transform, columns, statistics
+from nestfed.uploads.transforms import SIGNAL, measure_signal
 
 
 class Run(NamedTuple):
@@ -74,29 +88,36 @@ class Plan(NamedTuple):
     unsynced: bool = False
     chunk: int | None = None  # None: side by side
     mesh: Mesh | None = None
+    notes: tuple[str, ...] = ()  # names of what steps note
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What the history has of notes."""
+        raw = tuple(name for name in self.notes if name not in (SQUARES, NUMBERS))
+        return raw + (SIGNAL,) * (SQUARES in self.notes)
 
 
 # ------------------------------------------------------------------------------------------------- all clients at once
 
 
-def collective(seat: Seat, expected: Expected | None = None) -> Exchange:
+def make_collective(place: Participant, expected: Expected | None = None) -> Exchange:
     """The exchange of clients that run side by side under vmap(axis_name="clients")."""
 
     def mean(tree, treatment):
-        answer = mean_over_clients(tree, seat.weight, expected)
+        answer = mean_over_clients(tree, place.weight, expected)
         if treatment is None:
             return answer
-        return treatment(answer, largest_share(lax.all_gather(seat.weight, "clients"), expected))
+        return treatment(answer, largest_share(lax.all_gather(place.weight, "clients"), expected))
 
     def gather(tree, reply, key):
         side_by_side = lambda a: lax.all_gather(a, "clients")
         values = jax.tree.map(lambda a: side_by_side(jnp.asarray(a)), tree)
-        return reply(values, Cohort(side_by_side(seat.id), side_by_side(seat.weight)), seat.slot, key)
+        return reply(values, Cohort(side_by_side(place.id), side_by_side(place.weight)), place.slot, key)
 
     return Exchange(mean, gather)
 
 
-def _in_chunks(program: Callable, arguments: PyTree, chunk: int | None, order: Array | None = None) -> PyTree:
+def _run_in_chunks(program: Callable, arguments: PyTree, chunk: int | None, order: Array | None = None) -> PyTree:
     """A program of several clients for all along the leading axis of the arguments: side by side, or `chunk` at a time
     to bound memory. It is called as program(each, block): each(function, block) is function for every client there.
 
@@ -107,7 +128,7 @@ def _in_chunks(program: Callable, arguments: PyTree, chunk: int | None, order: A
     if chunk is None or chunk >= number:
         return side_by_side(arguments)
     if chunk == 1:  # not a vmap over one: products with a batch axis are slower on a CPU, even of length one
-        return _one_after_another(program, arguments)
+        return _run_one_after_another(program, arguments)
     order = jnp.arange(number) if order is None else jnp.asarray(order)
     blocks = -(-number // chunk)
     index = order[jnp.minimum(jnp.arange(blocks * chunk), number - 1)].reshape(blocks, chunk)
@@ -116,7 +137,7 @@ def _in_chunks(program: Callable, arguments: PyTree, chunk: int | None, order: A
     return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number][back], results)
 
 
-def _one_after_another(program: Callable, arguments: PyTree) -> PyTree:
+def _run_one_after_another(program: Callable, arguments: PyTree) -> PyTree:
     """lax.map, with the next clients' arguments fetched a turn ahead: as the loop's carry they are whole arrays. Slices
     of all clients' would be read element by element wherever they are used, which doubled the time of a step."""
     number = jax.tree.leaves(arguments)[0].shape[0]
@@ -126,138 +147,132 @@ def _one_after_another(program: Callable, arguments: PyTree) -> PyTree:
     each = lambda function, *blocks: tuple(function(*one) for one in zip(*blocks, strict=True))
     one = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), arguments)
     fetch = lambda turn: tuple(one(jnp.minimum(turn * abreast + i, number - 1)) for i in range(abreast))
-    stacked = lambda block: jax.tree.map(lambda *a: jnp.stack(a), *block)
-    take_turn = lambda mine, turn: (fetch(turn + 1), stacked(program(each, mine)))
+    stack = lambda block: jax.tree.map(lambda *a: jnp.stack(a), *block)
+    take_turn = lambda mine, turn: (fetch(turn + 1), stack(program(each, mine)))
     _, results = lax.scan(take_turn, fetch(0), jnp.arange(-(-number // abreast)))
     return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number], results)
 
 
-def _with_replays(
-    program: Callable[[PyTree, Exchange], PyTree],
-    arguments: PyTree,
-    seats: Seat,
-    key: Array,
-    chunk: int | None,
-    order: Array | None = None,
-    common: bool = False,
-    treatments: Callable[[int], Treatment | None] = lambda number: None,
-    expected: Expected | None = None,
-) -> PyTree:
-    """Run a program that exchanges for all seats, in passes: each pass knows the answers of the passes before it.
+class _Replays(NamedTuple):
+    """How a program that exchanges is run for all participants, in passes: each pass knows the answers of the passes
+    before it."""
 
-    `key` is the step's shared key, for the replies of a gather. `common` says that the result is the same on all
-    clients: it is then computed once, and JAX refuses a result that depends on a client's private values.
-    `treatments` says what the server does to the mean of each exchange, `expected` what it divides sums by.
-    """
-    answers: list[tuple[bool, PyTree]] = []  # (one answer per client?, answer)
-    while True:
-        asked: list[Ask] = []
-        mapped = [answer for own, answer in answers if own]
+    participants: Participant
+    key: Array  # the step's shared one, for the replies of a gather
+    chunk: int | None
+    order: Array | None = None
+    treatments: Callable[[int], Treatment | None] = lambda number: (
+        None
+    )  # what the server does to the mean of each exchange
+    expected: Expected | None = None  # what it divides sums by
 
-        @jax.jit  # traced once for both its uses
-        def one_client(inputs):
-            argument, mine = inputs
-            mine = iter(mine)
-            try:
-                return program(argument, replay([next(mine) if own else answer for own, answer in answers]))
-            except Ask as ask:
-                asked.append(ask)
-                return jax.tree.map(jnp.asarray, ask.tree)
+    def run(self, program: Callable[[PyTree, Exchange], PyTree], arguments: PyTree, *, common: bool = False) -> PyTree:
+        """`common` says that the result is the same on all clients: it is then computed once, and JAX refuses a result
+        that depends on a client's private values."""
+        answers: list[tuple[bool, PyTree]] = []  # (one answer per client?, answer)
+        while True:
+            asked: list[Ask] = []
+            mapped = [answer for own, answer in answers if own]
 
-        inputs = arguments, mapped
-        if common:
-            jax.eval_shape(one_client, jax.tree.map(lambda a: a[0], inputs))
+            @jax.jit  # traced once for both its uses
+            def one_client(inputs):
+                argument, mine = inputs
+                mine = iter(mine)
+                try:
+                    return program(argument, replay([next(mine) if own else answer for own, answer in answers]))
+                except Ask as ask:
+                    asked.append(ask)
+                    return jax.tree.map(jnp.asarray, ask.tree)
+
+            inputs = arguments, mapped
+            if common:
+                jax.eval_shape(one_client, jax.tree.map(lambda a: a[0], inputs))
+                if not asked:
+                    return jax.vmap(one_client, out_axes=None)(inputs)
+            result = _run_in_chunks(lambda each, block: each(one_client, block), inputs, self.chunk, self.order)
             if not asked:
-                return jax.vmap(one_client, out_axes=None)(inputs)
-        result = _in_chunks(lambda each, block: each(one_client, block), inputs, chunk, order)
-        if not asked:
-            return result
-        reply = asked[0].reply
-        if reply is None:
-            answers.append((False, weighted_mean(result, seats.weight, treatments(len(answers)), expected)))
-        elif reply is everything:
-            answers.append((False, result))
-        else:
-            own_reply = functools.partial(reply, result, cohort_of(seats), key=key)
-            answers.append((True, jax.vmap(lambda slot: own_reply(slot=slot))(seats.slot)))
+                return result
+            answers.append(self.answer(asked[0], result, self.treatments(len(answers))))
+
+    def answer(self, ask: Ask, values: PyTree, treatment: Treatment | None) -> tuple[bool, PyTree]:
+        weights = self.participants.weight
+        if ask.reply is None:
+            return False, weighted_mean(values, weights, treatment, self.expected)
+        if ask.reply is reply_with_all:
+            return False, values
+        reply, cohort = ask.reply, show_cohort(self.participants)
+        return True, jax.vmap(lambda slot: reply(values, cohort, slot, self.key))(self.participants.slot)
 
 
-def start_all(
-    algorithm: Algorithm,
-    task: Task,
-    key: Array,
-    plan: Plan,
-    uploads: tuple[Transform, ...] = (),
-    noise: Array | None = None,
-):
+def start_all(inputs: Inputs, plan: Plan):
     """(server, clients) after init, in which all clients take part."""
-    call = Call(key, jnp.asarray(-1), None, jnp.ones(()), uploads, noise)
-    step = Step(INITIALISE, 0, True)
+    algorithm, task = inputs.algorithm, inputs.task
+    call = Call(inputs.key, jnp.asarray(-1), None, jnp.ones(()), inputs.uploads, inputs.noise)
 
-    def init(seat, exchange):
-        return algorithm.split(take_step(algorithm, task, step, None, seated(task, seat, call), call, exchange))
+    def init(place, exchange):
+        client = make_client(task, place, call)
+        return algorithm.split(take_step(algorithm, task, START, None, client, call, exchange)[0])
 
-    seats = everybody(task)
+    everybody = all_participants(task)
     if plan.chunk is None:
-        together = jax.vmap(lambda seat: init(seat, collective(seat)), out_axes=(None, 0), axis_name="clients")
-        return together(seats)
-    server, clients = _with_replays(
-        init, seats, seats, shared_key(call, 0), plan.chunk, treatments=functools.partial(treatment_of, call, 0)
-    )
+        together = jax.vmap(lambda p: init(p, make_collective(p)), out_axes=(None, 0), axis_name="clients")
+        return together(everybody)
+    treatments = functools.partial(treatment_of, call, 0)
+    replays = _Replays(everybody, make_shared_key(call, 0), plan.chunk, treatments=treatments)
+    server, clients = replays.run(init, everybody)
     return jax.tree.map(lambda a: a[0], server), clients
 
 
-def round_together(algorithm: Algorithm, task: Task, clients: Any, seats: Seat, call: Call):
-    """A round with the cohort side by side: (server, clients' Local parts, states before the last step, tallies)."""
+def _run_together(algorithm: Algorithm, task: Task, clients: Any, participants: Participant, call: Call, notes: Notes):
+    """A round with the cohort side by side: (server, clients' Local parts, states before the last step, notes)."""
 
-    def one_client(client, seat):
-        state, before, tally = run_round(algorithm, task, client, seat, call, collective(seat, call.expected))
-        return *algorithm.split(state), before, tally
+    def one_client(client, place):
+        exchange = make_collective(place, call.expected)
+        state, before, noted = run_round(algorithm, task, client, place, call, exchange, notes)
+        return *algorithm.split(state), before, noted
 
-    return jax.vmap(one_client, out_axes=(None, 0, 0, 0), axis_name="clients")(clients, seats)
+    return jax.vmap(one_client, out_axes=(None, 0, 0, 0), axis_name="clients")(clients, participants)
 
 
-def _round_in_chunks(algorithm: Algorithm, task: Task, clients: Any, seats: Seat, call: Call, chunk: int):
+def _run_in_turn(
+    algorithm: Algorithm, task: Task, clients: Any, participants: Participant, call: Call, notes: Notes, chunk: int
+):
     """The same round client after client: phases without an exchange in one go, the others in passes."""
-    number = seats.slot.size
-    tallies = jax.tree.map(lambda a: jnp.broadcast_to(a, (number,)), Tally.zero()) if call.uploads else None
-    states = begin_all(algorithm, call.server, clients, number), tallies
-    before, index = states[0], 0
-    keys = jax.vmap(lambda seat: seated(task, seat, call).key)(seats)
-    for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
-        if repeats == 0:
-            continue
-        before = states[0]
+    number = participants.slot.size
+    everyone_s = jax.tree.map(lambda a: jnp.broadcast_to(a, (number, *a.shape)), notes)
+    carry: tuple[Any, Notes] = begin_all(algorithm, call.server, clients, number), everyone_s
+    before = carry[0]
+    keys = jax.vmap(lambda place: make_client(task, place, call).key)(participants)
+    for phase in phases_of(algorithm):
+        before = carry[0]
 
-        def take(j, mine, exchange):
-            state, seat, key = mine
-            client = Client(task.data.client(seat.position), seat, key)
-            return take_tallied_step(algorithm, task, Step(phase, j, sync), state, client, call, exchange)
+        def take(index, mine, exchange, phase=phase):
+            (state, notes), place, key = mine
+            client = Client(task.data.client(place.position), place, key)
+            state, noted = take_step(algorithm, task, phase.step(index), state, client, call, exchange)
+            return state, add_notes(notes, noted)
 
-        everyone = lambda s: (s, seats, keys)
-        if _exchanges(lambda: take(index, jax.tree.map(lambda a: a[0], everyone(states)), replay([]))):
-            step = lambda j, s: _with_replays(
-                functools.partial(take, j),
-                everyone(s),
-                seats,
-                shared_key(call, j),
-                chunk,
-                treatments=functools.partial(treatment_of, call, j),
-                expected=call.expected,
-            )
-            states = step(index, states) if repeats == 1 else lax.fori_loop(index, index + repeats, step, states)
+        with_places = lambda carry: (carry, participants, keys)
+        if _exchanges(lambda: take(phase.first, jax.tree.map(lambda a: a[0], with_places(carry)), replay([]))):
+
+            def step(index, carry, take=take):
+                treatments = functools.partial(treatment_of, call, index)
+                key = make_shared_key(call, index)
+                replays = _Replays(participants, key, chunk, treatments=treatments, expected=call.expected)
+                return replays.run(functools.partial(take, index), with_places(carry))
+
+            carry = repeat(phase, step, carry)
         else:
 
-            def whole_phase(each, block):
-                step = lambda j, s: each(lambda state, mine: take(j, (state, *mine[1:]), replay([])), s, block)
-                start = each(lambda mine: mine[0], block)
-                # Not a loop of one turn: such a step may fill fields that are None before it.
-                return step(index, start) if repeats == 1 else lax.fori_loop(index, index + repeats, step, start)
+            def whole_phase(each, block, phase=phase, take=take):
+                step = lambda index, carry: each(
+                    lambda own, mine: take(index, (own, *mine[1:]), replay([])), carry, block
+                )
+                return repeat(phase, step, each(lambda mine: mine[0], block))
 
-            states = _in_chunks(whole_phase, everyone(states), chunk)
-        index += repeats
-    server, clients = algorithm.split(states[0])
-    return jax.tree.map(lambda a: a[0], server), clients, before, states[1]
+            carry = _run_in_chunks(whole_phase, with_places(carry), chunk)
+    server, clients = algorithm.split(carry[0])
+    return jax.tree.map(lambda a: a[0], server), clients, before, carry[1]
 
 
 def begin_all(algorithm: Algorithm, server: Any, clients: Any, number: int) -> Any:
@@ -284,29 +299,20 @@ def _shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
 # ------------------------------------------------------------------------------------------------- one round, metrics
 
 
-def _one_round(
-    algorithm: Algorithm,
-    task: Task,
-    key: Array,
-    run: Run,
-    round: Array,
-    chances: Array,
-    dropout: Array,
-    plan: Plan,
-    uploads: tuple[Transform, ...],
-    noise: Array | None,
-):
-    """(run after this round, what it records: clients that took part, what happened to uploads)."""
-    seats, call = call_up(task, key, run.server, round, chances, dropout, plan, uploads, noise)
+def _run_one_round(inputs: Inputs, run: Run, round: Array, chances: Array, plan: Plan) -> tuple[Run, dict[str, Any]]:
+    """(the run after this round, what it records: how many clients took part, their notes)."""
+    algorithm, task = inputs.algorithm, inputs.task
+    participants, call = call_up(inputs, run.server, round, chances, plan)
     all_there = plan.cohort is None
-    pick = (lambda tree: tree) if all_there else (lambda tree: jax.tree.map(lambda a: a[seats.position], tree))
-    put = lambda old, new: jax.tree.map(lambda a, b: b if all_there else a.at[seats.position].set(b), old, new)
-    old, seats = _shard((pick(run.clients), seats), plan.mesh)
-    present = seats.weight > 0
+    pick = (lambda tree: tree) if all_there else (lambda tree: jax.tree.map(lambda a: a[participants.position], tree))
+    put = lambda old, new: jax.tree.map(lambda a, b: b if all_there else a.at[participants.position].set(b), old, new)
+    old, participants = _shard((pick(run.clients), participants), plan.mesh)
+    present = participants.weight > 0
+    notes = no_notes(plan.notes)
     if plan.chunk is None:
-        server, clients, before, tallies = round_together(algorithm, task, old, seats, call)
+        server, clients, before, noted = _run_together(algorithm, task, old, participants, call, notes)
     else:
-        server, clients, before, tallies = _round_in_chunks(algorithm, task, old, seats, call, plan.chunk)
+        server, clients, before, noted = _run_in_turn(algorithm, task, old, participants, call, notes, plan.chunk)
 
     rows = lambda a: present.reshape((-1,) + (1,) * (a.ndim - 1))
     keep_absent = lambda new, old: jax.tree.map(lambda b, a: jnp.where(rows(b), b, a), new, old)
@@ -314,7 +320,7 @@ def _one_round(
     # Where nobody may learn who took part, an empty round is one like the others.
     answered = present.any() | (call.expected is not None)
     server = jax.tree.map(lambda b, a: jnp.where(answered, b, a), server, run.server)
-    healthy = (run.diverged < 0) & finite((server, clients))
+    healthy = (run.diverged < 0) & is_finite((server, clients))
     choose = lambda new, old: jax.tree.map(lambda b, a: jnp.where(healthy, b, a), new, old)
     unsynced = run.unsynced
     if plan.unsynced:
@@ -328,84 +334,78 @@ def _one_round(
         round=jnp.where(healthy, run.round + 1, run.round),
         diverged=jnp.where((run.diverged < 0) & ~healthy, round, run.diverged).astype(run.diverged.dtype),
     )
-    return new, {"participants": present.sum().astype(jnp.int32)} | _about_uploads(call, tallies, seats.weight)
+    recorded = {"participants": present.sum().astype(jnp.int32), "notes": _summarise(noted, participants, call, plan)}
+    return new, recorded
 
 
-def call_up(
-    task: Task,
-    key: Array,
-    server: Any,
-    round: Array,
-    chances: Array,
-    dropout: Array,
-    plan: Plan,
-    uploads: tuple[Transform, ...],
-    noise: Array | None,
-) -> tuple[Seat, Call]:
+def call_up(inputs: Inputs, server: Any, round: Array, chances: Array, plan: Plan) -> tuple[Participant, Call]:
     """Who takes part in a round, and what they are told."""
-    drawn_by = noise if plan.hidden else None
-    seats = choose_cohort(
-        task, key, round, plan.cohort, dropout if plan.dropout else None, chances=chances, secret=drawn_by
-    )
-    whole, expected = seats.weight.sum(), None
+    task, uploads = inputs.task, inputs.uploads
+    participants = choose_cohort(
+        task, inputs.key, round, plan.cohort, inputs.dropout if plan.dropout else None, chances=chances,
+        secret=inputs.noise if plan.hidden else None,
+    )  # fmt: skip
+    whole, expected = participants.weight.sum(), None
     if plan.cohort is not None and plan.cohort.random_size and any(t.hides_in_mean for t in uploads):
         expected = Expected(*expected_weight(task.weights, chances))
         whole = expected.whole
-    return seats, Call(key, round, server, whole, uploads, noise, expected)
+    return participants, Call(inputs.key, round, server, whole, uploads, inputs.noise, expected)
 
 
-def _about_uploads(call: Call, tallies: Tally | None, weights: Array) -> dict[str, Array]:
-    if tallies is None:
-        return {}
-    here = lambda a: jnp.sum(jnp.where(weights > 0, a, 0))
-    clipped = here(tallies.clipped) / jnp.maximum(here(tallies.uploads), 1)
-    of_mean = shares(weights, call.expected)
-    # Answers are common: any client's tally tells of them.
-    return statistics(
-        call.uploads, tallies.squared[0], tallies.numbers[0], clipped, of_mean, largest_share(weights, call.expected)
-    )
+def _summarise(noted: Notes, participants: Participant, call: Call, plan: Plan) -> Notes:
+    """The notes of all who took part, added up, as the history has them."""
+    present = (participants.weight > 0)[:, None]
+    total = {name: jnp.where(present, values, 0).sum(0) for name, values in noted.items()}
+    kept = {name: total[name] for name in plan.columns if name in total}
+    if SIGNAL not in plan.columns:
+        return kept
+    squares, numbers = (total[name][0] / jnp.maximum(total[name][1], 1) for name in (SQUARES, NUMBERS))
+    weights = participants.weight
+    shares, largest = shares_of(weights, call.expected), largest_share(weights, call.expected)
+    ratio = measure_signal(call.uploads, squares, numbers, shares, largest)
+    return kept | {SIGNAL: jnp.where(jnp.isfinite(ratio), jnp.stack([ratio, jnp.ones(())]), 0)}
 
 
-def finite(tree: PyTree) -> Array:
+def is_finite(tree: PyTree) -> Array:
     floats = [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.floating)]
     return functools.reduce(jnp.logical_and, [jnp.isfinite(a).all() for a in floats], jnp.asarray(True))
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))  # traced once for all its uses
-def evaluate(algorithm: Algorithm, task: Task, key: Array, run: Run, plan: Plan) -> dict[str, Array]:
+def evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
     """The task's metrics over all clients, and the extra ones of the plan.
 
     Clients run in chunks of similar size, smallest first, each over exactly its own rows: the cost follows the number
     of rows, not clients x largest client.
     """
-    seats, by_size = everybody(task), jnp.argsort(task.data.sizes)
-    common_key = fold(key, METRICS)
+    task = inputs.task
+    everybody, by_size = all_participants(task), jnp.argsort(jnp.asarray(task.data.sizes))
+    common_key = fold(inputs.key, METRICS)
 
     def program(argument, exchange):
-        seat, client, before = argument
+        place, client, before = argument
         fed = Fed(
-            **speaking(exchange, common_key),
+            **make_words(exchange, common_key),
             sync=True,
             t=run.round,
             step=jnp.zeros_like(run.round),
             server=run.server,
-            key=fold(key, METRICS, seat.id),
+            key=fold(inputs.key, METRICS, place.id),
             shared_key=common_key,
             share=jnp.ones(()),
             unsynced=before,
         )
-        data = task.data.client(seat.position)
+        data = task.data.client(place.position)
         values = dict(task.metrics(run.server, client, data, fed))
         if plan.metrics is not None:
             values |= plan.metrics(task, run.server, client, data, fed)
         return jax.tree.map(jnp.asarray, values)
 
     try:
-        arguments = seats, run.clients, run.unsynced
-        return _with_replays(program, arguments, seats, common_key, plan.chunk or 64, by_size, common=True)
-    except ValueError as error:
-        if "out_axes" not in str(error):
-            raise
+        with prove_common():
+            replays = _Replays(everybody, common_key, plan.chunk or 64, by_size)
+            return replays.run(program, (everybody, run.clients, run.unsynced), common=True)
+    except NotCommonError as error:
         raise UserError(
             "a metric depends on one client's values (in sweeps and deployments nobody sees these): pass it through "
             "fed.mean, or through fed.gather if everybody's value is wanted."
@@ -452,22 +452,16 @@ def _update_output(run: Run, key: Array, round: Array, values: dict[str, Array],
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def start(
-    algorithm: Algorithm,
-    task: Task,
-    key: Array,
-    plan: Plan,
-    uploads: tuple[Transform, ...] = (),
-    noise: Array | None = None,
-) -> Run:
-    server, clients = start_all(algorithm, task, key, plan, uploads, noise)
+def start(inputs: Inputs, plan: Plan) -> Run:
+    algorithm, task = inputs.algorithm, inputs.task
+    server, clients = start_all(inputs, plan)
     # A weak type (from a Python number) would change in the first round and break the loop's types.
     server, clients = jax.tree.map(lambda a: lax.convert_element_type(a, jnp.asarray(a).dtype), (server, clients))
     unsynced = None
     if plan.unsynced:
         unsynced = algorithm.part(begin_all(algorithm, server, clients, task.clients), *KEPT)
     minus_one = jnp.asarray(-1, jnp.int32)
-    diverged = jnp.where(finite((server, clients)), minus_one, 0)
+    diverged = jnp.where(is_finite((server, clients)), minus_one, 0)
     return Run(server, clients, _first_output(server, plan), unsynced, jnp.asarray(0, jnp.int32), diverged)
 
 
@@ -475,40 +469,31 @@ CAPACITY = 256  # rounds in one call; fixed, so that runs of all lengths share o
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def advance(
-    algorithm: Algorithm,
-    task: Task,
-    key: Array,
-    run: Run,
-    first: Array,
-    rounds: Array,
-    dropout: Array,
-    plan: Plan,
-    uploads: tuple[Transform, ...] = (),
-    noise: Array | None = None,
-) -> tuple[Run, dict[str, Array]]:
+def advance(inputs: Inputs, run: Run, first: Array, rounds: Array, plan: Plan) -> tuple[Run, dict[str, Any]]:
     """`rounds` rounds (at most CAPACITY) from round `first` on: (run, rows of history, the first `rounds` filled).
 
     The number of rounds is an input of the program: a run can be cut into pieces of any lengths without compiling again
     and without changing a number. `first` comes from outside so that it stays one number when runs are stacked.
     """
-    every, chances = plan.evaluate_every, chances_of(task.weights, plan.cohort)
-    shapes = jax.eval_shape(lambda: evaluate(algorithm, task, key, run, plan)) if every else {}
+    every, chances = plan.evaluate_every, chances_of(inputs.task.weights, plan.cohort)
+    shapes = jax.eval_shape(lambda: evaluate(inputs, run, plan)) if every else {}
     nothing = lambda v: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
     blank = jax.tree.map(nothing, shapes)
-    rows = jax.tree.map(lambda v: jnp.broadcast_to(v, (CAPACITY, *v.shape)), blank)
-    rows |= {"participants": jnp.zeros(CAPACITY, jnp.int32)}
-    rows |= {name: jnp.zeros(CAPACITY) for name in columns(uploads)}
+    rows: dict[str, Any] = {
+        "metrics": jax.tree.map(lambda v: jnp.broadcast_to(v, (CAPACITY, *v.shape)), blank),
+        "participants": jnp.zeros(CAPACITY, jnp.int32),
+        "notes": {name: jnp.zeros((CAPACITY, 2)) for name in plan.columns},
+    }
 
     def body(i, carry):
         run, rows = carry
         round = first + i
-        run, recorded = _one_round(algorithm, task, key, run, round, chances, dropout, plan, uploads, noise)
+        run, recorded = _run_one_round(inputs, run, round, chances, plan)
         due, values = jnp.asarray(False), blank
         if every:
             due = (round + 1) % every == 0
-            values = lax.cond(due, lambda: evaluate(algorithm, task, key, run, plan), lambda: blank)
-        run = _update_output(run, key, round, values, due, plan)
-        return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, values | recorded)
+            values = lax.cond(due, lambda: evaluate(inputs, run, plan), lambda: blank)
+        run = _update_output(run, inputs.key, round, values, due, plan)
+        return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, {"metrics": values} | recorded)
 
     return lax.fori_loop(0, rounds, body, (run, rows))

@@ -1,4 +1,4 @@
-"""How a client's round is laid out, for all engines alike: keys by meaning, independent draws, steps in order.
+"""How a client's round is laid out, for all engines alike: phases and steps, keys by meaning, independent draws.
 
 A step is pure, so *to resume it is to run it again with the answers known so far*: `replay` is for that. The message
 engine lives on it, and so does the simulator where it runs clients one after the other.
@@ -8,38 +8,61 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core.algorithm import Algorithm, Cohort, Fed, Sample, everything
+from nestfed.core.algorithm import Algorithm, Cohort, Fed, Reply, Sample, reply_with_all
+from nestfed.core.jax_internals import trace_level
 from nestfed.core.randomness import ANSWER, BATCH, INIT, SHARED, UPLOAD, fold, fold_pair
 from nestfed.core.rows import ClientRows
 from nestfed.core.scaled import LOWEST, Scaled, is_scaled
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.engine.cohorts import Seat
-from nestfed.uploads.transforms import Transform, finished, minus, plus, transformed, treated
+from nestfed.engine.cohorts import Participant
+from nestfed.uploads.transforms import (
+    CLIPPED,
+    Transform,
+    add_reference,
+    answer_all,
+    apply_all,
+    finish_all,
+    subtract_reference,
+)
 
 _FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes the numbers 2 j and 2 j + 1
+
+SQUARES, NUMBERS = "squares of answered means", "numbers in answered means"  # notes that transforms are judged by
+
+Notes = dict[str, Array]  # by name: [sum of the values that were noted, how many there were]
 
 
 class Exchange(NamedTuple):
     """The two words by which a client reaches the others; every engine supplies its own."""
 
     mean: Callable[[PyTree, "Treatment | None"], PyTree]  # the treatment is the server's, where uploads have one
-    gather: Callable[[PyTree, Callable, Array], PyTree]  # the last argument is the step's shared key, for `reply`
+    gather: Callable[[PyTree, Reply, Array], PyTree]  # the last argument is the step's shared key, for the reply
 
 
 Treatment = Callable[[PyTree, Array], PyTree]  # (mean, largest share of a client in it) -> what the server answers
+
+
+class Inputs(NamedTuple):
+    """Everything that a run's programs take besides its state."""
+
+    algorithm: Algorithm
+    task: Task
+    key: Array  # of the run: known to everybody
+    noise: Array  # the key of noise, known to nobody
+    dropout: Array  # probability that a client fails to answer
+    uploads: tuple[Transform, ...] = ()
 
 
 class Client(NamedTuple):
     """A client at work in a round."""
 
     data: ClientRows
-    seat: Seat
+    place: Participant
     key: Array  # its key of the round, made once (hashing is not free); steps and draws are folded into it
 
 
@@ -62,159 +85,193 @@ class Expected(NamedTuple):
     largest: Array  # the largest of any client
 
 
-class Tally(NamedTuple):
-    """What one client saw of transforms of uploads, summed over exchanges."""
+# ------------------------------------------------------------------------------------------------- the plan of a round
 
-    squared: Array  # of the norms of the means that were answered
-    numbers: Array  # in these means
-    clipped: Array  # uploads that were clipped ...
-    uploads: Array  # ... of so many
 
-    @classmethod
-    def zero(cls) -> "Tally":
-        return cls(*jnp.zeros(4))
+class Phase(NamedTuple):
+    """A stretch of a round in which the same method is called again and again."""
+
+    number: int  # its place in `Algorithm.schedule`, or INITIALISE
+    method: Callable[..., Any]
+    first: int  # index of its first step within the round
+    repeats: int
+    sync: bool  # does its last step end the round?
+
+    def step(self, index: Any) -> "Step":
+        return Step(self.number, index, self.sync)
 
 
 class Step(NamedTuple):
     """One entry of a round's program."""
 
-    phase: int  # index in schedule(), or INITIALISE
-    index: Array  # within the round
+    phase: int
+    index: Any  # within the round; it may be traced
     sync: bool
 
 
 INITIALISE = -1
+START = Step(INITIALISE, 0, True)
 
 
-class Ask(Exception):
-    """Raised inside a step when the answer to a question has not arrived yet."""
+def phases_of(algorithm: Algorithm) -> list[Phase]:
+    """The phases of a round, in order: the one place that says how a round goes."""
+    phases, first = [], 0
+    for number, (method, repeats, sync) in enumerate(algorithm.schedule()):
+        if repeats:
+            phases.append(Phase(number, method, first, repeats, sync))
+        first += repeats
+    return phases
 
-    def __init__(self, tree: PyTree, reply: Callable | None):
-        self.tree, self.reply = tree, reply  # reply: None for a mean
 
-
-def alone(id: Array | int = 0, chance: Array | float = 1.0) -> Seat:
-    """The seat of a client that has nobody beside it."""
-    zero = jnp.asarray(0)
-    return Seat(zero, jnp.asarray(id), zero, jnp.ones(()), jnp.asarray(chance, float))
+def steps_of(algorithm: Algorithm) -> list[Step]:
+    """The single steps of a round, in order."""
+    return [
+        phase.step(index) for phase in phases_of(algorithm) for index in range(phase.first, phase.first + phase.repeats)
+    ]
 
 
 def steps_per_round(algorithm: Algorithm) -> int:
-    return sum(repeats for _, repeats, _ in algorithm.schedule())
+    return sum(phase.repeats for phase in phases_of(algorithm))
 
 
-def seated(task: Task, seat: Seat, call: Call) -> Client:
-    """The client at this seat, ready for a round."""
+# ------------------------------------------------------------------------------------------------- one step
+
+
+def make_client(task: Task, place: Participant, call: Call) -> Client:
+    """The client at this place, ready for a round."""
     stream = INIT if call.server is None else BATCH
-    return Client(task.data.client(seat.position), seat, fold(call.key, stream, call.round + 1, seat.id))
+    return Client(task.data.client(place.position), place, fold(call.key, stream, call.round + 1, place.id))
+
+
+def only_client(id: Any = 0, share: Any = 1.0) -> Participant:
+    """The place of a client that has nobody beside it."""
+    zero = jnp.asarray(0)
+    return Participant(zero, jnp.asarray(id), zero, jnp.ones(()), jnp.asarray(share, float))
 
 
 def take_step(
-    algorithm: Algorithm,
-    task: Task,
-    step: Step,
-    state: Any,
-    client: Client,
-    call: Call,
-    exchange: Exchange,
-    seen: list[Tally] | None = None,
-) -> Any:
-    """One step of one client (or its init), with the engine's words for reaching the others. `seen` collects what
-    transforms of uploads did, an entry per exchange."""
-    common_key = shared_key(call, step.index)
-    transit = Transit(call, step.index, client.seat.id, [] if seen is None else seen) if call.uploads else None
+    algorithm: Algorithm, task: Task, step: Step, state: Any, client: Client, call: Call, exchange: Exchange
+) -> tuple[Any, Notes]:
+    """One step of one client (or its init), with the engine's words for reaching the others: (state, what it noted)."""
+    notes = _NoteBook()
+    common_key = make_shared_key(call, step.index)
+    transit = Transit(call, step.index, client.place.id, notes) if call.uploads else None
     fed = Fed(
-        **speaking(exchange, common_key, transit),
+        **make_words(exchange, common_key, notes, transit),
         sync=step.sync,
         t=jnp.maximum(call.round, 0) * steps_per_round(algorithm) + step.index,
         step=step.index,
         server=call.server,
         key=fold_pair(client.key, step.index, _FED_KEY),
         shared_key=common_key,
-        share=client.seat.chance * call.whole,
+        share=client.place.chance * call.whole,
         rows=task.training(client.data),
-        own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.seat.position],
+        own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.place.position],
     )
-    draw = draws(task, client, step.index)
+    draw = make_draws(task, client, step.index)
     if step.phase == INITIALISE:
-        return algorithm.init(task.problem, task.start(client.data), draw, fed)
-    return algorithm.schedule()[step.phase][0](task.problem, state, draw, fed)
+        return algorithm.init(task.problem, task.start(client.data), draw, fed), notes.values
+    return algorithm.schedule()[step.phase][0](task.problem, state, draw, fed), notes.values
 
 
-def take_tallied_step(
-    algorithm: Algorithm, task: Task, step: Step, pair: Any, client: Client, call: Call, exchange: Exchange
-) -> tuple[Any, Tally | None]:
-    """The same for (State, Tally so far or None)."""
-    state, tally = pair
-    seen: list[Tally] = []
-    state = take_step(algorithm, task, step, state, client, call, exchange, seen)
-    return state, None if tally is None else jax.tree.map(lambda *numbers: sum(numbers), tally, *seen)
+def add_notes(total: Notes, notes: Notes) -> Notes:
+    """The sum; names that only one of the two has keep their values."""
+    return {name: total.get(name, 0) + notes.get(name, 0) for name in total | notes}
+
+
+def no_notes(names: Sequence[str]) -> Notes:
+    return {name: jnp.zeros(2) for name in names}
 
 
 def run_round(
-    algorithm: Algorithm, task: Task, local: Any, seat: Seat, call: Call, exchange: Exchange
-) -> tuple[Any, Any, Tally | None]:
-    """(State after the round, State before its last step, what transforms of uploads did or None), where the exchange
-    can answer within the program."""
-    client = seated(task, seat, call)
-    pair, index = (algorithm.begin(call.server, local), Tally.zero() if call.uploads else None), 0
-    before = pair[0]
-    for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
-        take = lambda j, s: take_tallied_step(algorithm, task, Step(phase, j, sync), s, client, call, exchange)
-        before = pair[0]
-        if repeats == 1:
-            pair = take(index, pair)
-        elif repeats > 1:
-            pair = lax.fori_loop(index, index + repeats, take, pair)
-        index += repeats
-    return pair[0], before, pair[1]
+    algorithm: Algorithm, task: Task, local: Any, place: Participant, call: Call, exchange: Exchange, notes: Notes
+) -> tuple[Any, Any, Notes]:
+    """(State after the round, State before its last step, `notes` and what was noted), where the exchange can answer
+    within the program."""
+    client = make_client(task, place, call)
+    state, before = algorithm.begin(call.server, local), None
+    for phase in phases_of(algorithm):
+
+        def take(index, pair, phase=phase):
+            state, noted = take_step(algorithm, task, phase.step(index), pair[0], client, call, exchange)
+            return state, add_notes(pair[1], noted)
+
+        before = state
+        state, notes = repeat(phase, take, (state, notes))
+    return state, before, notes
 
 
-def draws(task: Task, client: Client, step: Array) -> Callable[[Any], Sample]:
+def repeat(phase: Phase, take: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """take(index, carry) for the steps of a phase. A single step is no loop: it may fill fields that were None."""
+    if phase.repeats == 1:
+        return take(phase.first, carry)
+    return lax.fori_loop(phase.first, phase.first + phase.repeats, take, carry)
+
+
+def make_draws(task: Task, client: Client, step: Array) -> Callable[[Any], Sample]:
     """draw(0), draw(1), ... are the independent batches of one step; the same index is the same batch."""
     known: dict[int, Sample] = {}
-    level = _trace_level()
+    level = trace_level()
 
     def draw(j) -> Sample:
-        if j in known if isinstance(j, int) else False:
+        if isinstance(j, int) and j in known:
             return known[j]
         key = lambda number: fold_pair(client.key, step, number)
         sample = Sample(task.sample(client.data, key(2 * j)), key(2 * j + 1))
-        if isinstance(j, int) and _trace_level() == level:  # a value made inside a loop may not leave it
+        if isinstance(j, int) and trace_level() == level:  # a value made inside a loop may not leave it
             known[j] = sample
         return sample
 
     return draw
 
 
-def _trace_level():
-    return jax.extend.core.get_opaque_trace_state(convention="flax")
-
-
-def shared_key(call: Call, index: Array) -> Array:
+def make_shared_key(call: Call, index: Any) -> Array:
     """The key of a step that all clients know."""
     return fold(call.key, SHARED, call.round + 1, index)
+
+
+# ------------------------------------------------------------------------------------------------- the words of Fed
+
+
+class _NoteBook:
+    """What is only reported: added up by the engines, sent to nobody."""
+
+    def __init__(self):
+        self.values: Notes = {}
+        self.level = trace_level()
+
+    def note(self, name: str, value: Any) -> None:
+        if trace_level() != self.level:
+            raise UserError(
+                f"fed.note({name!r}, ...) was called inside a loop or transformation of a step; return the value from "
+                "the loop and note it after."
+            )
+        value = jnp.asarray(value, float)
+        if value.ndim:
+            raise UserError(f"fed.note({name!r}, ...) got an array of shape {value.shape}; note one number.")
+        self.values = add_notes(self.values, {name: jnp.stack([value, jnp.ones(())])})
 
 
 class Transit:
     """What happens to one client's uploads in one step, exchange after exchange: the same in all engines."""
 
-    def __init__(self, call: Call, index: Array, id: Array, seen: list[Tally]):
-        self.call, self.index, self.seen, self.number = call, index, seen, 0
+    def __init__(self, call: Call, index: Any, id: Array, notes: _NoteBook):
+        self.call, self.index, self.notes, self.number = call, index, notes, 0
         # The run's seed draws what may be known, such as which numbers of an upload are sent.
-        self.keys = [
-            None if key is None else fold(key, UPLOAD, call.round + 1, id, index) for key in (call.key, call.noise)
-        ]
+        own = lambda key: None if key is None else fold(key, UPLOAD, call.round + 1, id, index)
+        self.keys = own(call.key), own(call.noise)
 
     def mean(self, exchange: Exchange, tree: PyTree, around: PyTree) -> PyTree:
         treatment = treatment_of(self.call, self.index, self.number)
-        sent, clipped = self._sent(minus(jax.tree.map(as_float, tree), around))
+        sent = self._send(subtract_reference(jax.tree.map(as_float, tree), around))
         answer = exchange.mean(sent, treatment)
         leaves = [a.astype(float) for a in jax.tree.leaves(answer)]
-        self._note(sum(jnp.sum(a**2) for a in leaves), sum(a.size for a in leaves), clipped)
-        return plus(finished(self.call.uploads, answer), around)
+        if any(transform.noisy for transform in self.call.uploads):
+            self.notes.note(SQUARES, sum(jnp.sum(a**2) for a in leaves))
+            self.notes.note(NUMBERS, sum(a.size for a in leaves))
+        return add_reference(finish_all(self.call.uploads, answer), around)
 
-    def gather(self, exchange: Exchange, tree: PyTree, reply: Callable, key: Array) -> PyTree:
+    def gather(self, exchange: Exchange, tree: PyTree, reply: Reply, key: Array) -> PyTree:
         if any(transform.hides_in_mean for transform in self.call.uploads):
             raise UserError(
                 "CentralDP was given to an algorithm that calls fed.gather: its server answers from single clients' "
@@ -222,54 +279,61 @@ class Transit:
             )
         if not all(jnp.issubdtype(jnp.result_type(a), jnp.floating) for a in jax.tree.leaves(tree)):
             raise UserError("uploads= was given to an algorithm that gathers whole numbers; let it gather floats.")
-        sent, clipped = self._sent(jax.tree.map(jnp.asarray, tree))
-        answer = exchange.gather(sent, reply, key)
-        self._note(0, 0, clipped)
-        return answer
+        return exchange.gather(self._send(jax.tree.map(jnp.asarray, tree)), reply, key)
 
-    def _sent(self, tree: PyTree) -> tuple[PyTree, Array]:
+    def _send(self, tree: PyTree) -> PyTree:
+        """The upload as it leaves the client."""
         key, noise = (None if key is None else fold(key, self.number) for key in self.keys)
         self.number += 1
-        return transformed(self.call.uploads, tree, key, noise)
+        sent, clipped = apply_all(self.call.uploads, tree, key, noise)
+        if any(transform.clipping for transform in self.call.uploads):
+            self.notes.note(CLIPPED, clipped)
+        return sent
 
-    def _note(self, squared: Any, numbers: int, clipped: Array) -> None:
-        self.seen.append(Tally(*(jnp.asarray(v, float) for v in (squared, numbers, clipped, 1))))
 
-
-def treatment_of(call: Call, index: Array, number: int) -> Treatment | None:
+def treatment_of(call: Call, index: Any, number: int) -> Treatment | None:
     """What the server does to the mean of exchange `number` of a step."""
     if not call.uploads:
         return None
     key, noise = (
         None if key is None else fold(key, ANSWER, call.round + 1, index, number) for key in (call.key, call.noise)
     )
-    return lambda mean, largest: treated(call.uploads, mean, largest, key, noise)
+    return lambda mean, largest: answer_all(call.uploads, mean, largest, key, noise)
 
 
-def speaking(exchange: Exchange, key: Array, transit: Transit | None = None) -> dict[str, Callable]:
+def make_words(
+    exchange: Exchange, key: Array, notes: _NoteBook | None = None, transit: Transit | None = None
+) -> dict[str, Any]:
     """The words of an exchange as the fields of Fed, refused inside a loop: there they could not be deployed."""
-    level = _trace_level()
+    level = trace_level()
+    book = _NoteBook() if notes is None else notes
 
     def check():
-        if _trace_level() != level:
+        if trace_level() != level:
             raise UserError(
-                "fed.mean or fed.gather was called inside a loop or transformation of a step; such an exchange "
-                "cannot be "
-                "deployed. Give the loop its own entry in schedule() instead."
+                "fed.mean or fed.gather was called inside a loop or transformation of a step; such an exchange cannot "
+                "be deployed. Give the loop its own entry in schedule() instead."
             )
 
     def mean(tree, around=None):
         check()
         return exchange.mean(tree, None) if transit is None else transit.mean(exchange, tree, around)
 
-    def gather(tree, reply=everything):
+    def gather(tree, reply=reply_with_all):
         check()
         return exchange.gather(tree, reply, key) if transit is None else transit.gather(exchange, tree, reply, key)
 
-    return {"mean": mean, "gather": gather}
+    return {"mean": mean, "gather": gather, "note": book.note}
 
 
 # ------------------------------------------------------------------------------------------------- replay
+
+
+class Ask(Exception):
+    """Raised inside a step when the answer to a question has not arrived yet."""
+
+    def __init__(self, tree: PyTree, reply: Reply | None):
+        self.tree, self.reply = tree, reply  # reply: None for a mean
 
 
 def replay(answers: Sequence[PyTree]) -> Exchange:
@@ -292,7 +356,7 @@ def replay(answers: Sequence[PyTree]) -> Exchange:
 
 def _gather_alone(tree, reply, key):
     values = jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
-    return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1)), 0, key)
+    return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1)), jnp.asarray(0), key)
 
 
 _ALONE = Exchange(mean=lambda tree, treatment: jax.tree.map(as_float, tree), gather=_gather_alone)
@@ -300,15 +364,17 @@ _ALONE = Exchange(mean=lambda tree, treatment: jax.tree.map(as_float, tree), gat
 
 def step_alone(
     algorithm: Algorithm, task: Task, step: Step, call: Call, state: Any, on_exchange: Callable = lambda: None
-) -> Any:
+) -> tuple[Any, Notes]:
     """A step of the task's first client as if it were the whole federation: for the shapes of what comes out."""
-    seat = alone()
-    noted = lambda word: lambda *args: (on_exchange(), word(*args))[1]
-    exchange = Exchange(*(noted(word) for word in _ALONE))
-    return take_step(algorithm, task, step, state, seated(task, seat, call), call, exchange)
+    announced = lambda word: lambda *args: (on_exchange(), word(*args))[1]
+    exchange = Exchange(*(announced(word) for word in _ALONE))
+    return take_step(algorithm, task, step, state, make_client(task, only_client(), call), call, exchange)
 
 
-def as_float(a: Array) -> Array:
+# ------------------------------------------------------------------------------------------------- means
+
+
+def as_float(a: Any) -> Array:
     """Means are of numbers: whole numbers and switches are averaged as floats."""
     a = jnp.asarray(a)
     return a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(float)
@@ -340,7 +406,7 @@ def weighted_mean(
     return answer if treatment is None else treatment(answer, largest_share(weights, expected))
 
 
-def shares(weights: Array, expected: Expected | None = None) -> Array:
+def shares_of(weights: Array, expected: Expected | None = None) -> Array:
     """What part of a mean each client has."""
     total = weights.sum() if expected is None else expected.whole
     return weights / jnp.where(total > 0, total, 1)
@@ -348,4 +414,4 @@ def shares(weights: Array, expected: Expected | None = None) -> Array:
 
 def largest_share(weights: Array, expected: Expected | None = None) -> Array:
     """The largest part of a mean that a client can have."""
-    return jnp.max(shares(weights)) if expected is None else expected.largest / expected.whole
+    return jnp.max(shares_of(weights)) if expected is None else expected.largest / expected.whole

@@ -13,7 +13,7 @@ from nestfed.problems import Bilevel, Compositional, Conditional, Minimax, Singl
 
 
 class Adapter:
-    """What all adapters do: the wrapped problem's projections are theirs, and cost nothing where it has none."""
+    """Takes over the projections of the wrapped problem, which cost nothing where it has none."""
 
     problem: Any
     forwards: ClassVar[dict[str, str]] = {"project_x": "project_x"}
@@ -27,7 +27,7 @@ class Adapter:
 
 @struct
 class SingleAsConditional(Adapter, Conditional):
-    """P1 as P4: the inner function is x itself and the outer one the loss."""
+    """Shows P1 as P4: the inner function is x itself, and the outer one is the loss."""
 
     problem: SingleLevel
 
@@ -46,7 +46,7 @@ class SingleAsConditional(Adapter, Conditional):
 
 @struct
 class LocalCompositionAsConditional(Adapter, Conditional):
-    """P3-local as P4: one outer sample, inner samples drawn independently of it."""
+    """Shows P3-local as P4: there is one outer sample, and inner samples are drawn independently of it."""
 
     problem: Compositional
 
@@ -72,7 +72,7 @@ class LocalCompositionAsConditional(Adapter, Conditional):
 
 @struct
 class CompositionAsBilevel(Adapter, Bilevel):
-    """P3-global as P2-global: the lower problem min_y 1/2 ||y - inner(x)||^2 is solved by the averaged inner value."""
+    """Shows P3-global as P2-global: the averaged inner value solves the lower problem min_y 1/2 ||y - inner(x)||^2."""
 
     problem: Compositional
     scope: str = setting("one lower problem for all", default="global", choices=("global",), static=True)
@@ -101,7 +101,7 @@ class CompositionAsBilevel(Adapter, Bilevel):
 
 @struct
 class MinimaxAsBilevel(Adapter, Bilevel):
-    """P6 with a strongly concave inner maximum as P2-global: the lower objective is minus the value."""
+    """Shows P6 with a strongly concave inner maximum as P2-global: the lower objective is minus the value."""
 
     problem: Minimax
     scope: str = setting("one lower problem for all", default="global", choices=("global",), static=True)
@@ -119,9 +119,9 @@ class MinimaxAsBilevel(Adapter, Bilevel):
 
 @struct
 class NaiveComposition(Adapter, SingleLevel):
-    """Not an inclusion but the usual mistake: every client composes the outer function with its *own* inner one.
+    """Makes the usual mistake, which is no inclusion: a client composes the outer function with its *own* inner one.
 
-    It is what plain averaging of losses does to a composition, kept as the negative control of the demonstrations.
+    This is what plain averaging of losses does to a composition, kept as the negative control of the demonstrations.
     """
 
     problem: Compositional

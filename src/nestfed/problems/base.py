@@ -41,7 +41,7 @@ def oracle(kind: str) -> Callable[[Callable], Callable]:
 
 @struct
 class Problem:
-    """What all classes have in common: variables as flat vectors, projections, sampling, default metrics."""
+    """Has what all classes share: variables as flat vectors, projections, sampling and default metrics."""
 
     layouts: tuple[Layout, ...] = static(default=())  # set by Task.create: the user's trees inside the flat vectors
 
@@ -50,7 +50,7 @@ class Problem:
     minimised: ClassVar[str | None] = None  # the one of `metrics` that training makes small, where there is one
 
     def bind(self, params: PyTree):
-        """(this problem knowing the user's parameter trees, the starting point as flat vectors)."""
+        """Return (this problem, which now knows the user's parameter trees, the starting point as flat vectors)."""
         trees = (params,) if len(self.variables) == 1 else params
         if len(self.variables) > 1 and not (isinstance(params, tuple) and len(params) == len(self.variables)):
             raise UserError(
@@ -63,19 +63,19 @@ class Problem:
         return dataclasses.replace(self, layouts=layouts), flat
 
     def fitted(self, data: Rows, weights: Array) -> "Problem":
-        """This problem with what it takes from the clients' data and weights; itself by default."""
+        """Return this problem with what it takes from the clients' data and weights; by default it takes nothing."""
         return self
 
     def tree(self, variable: int, vector: Array) -> PyTree:
-        """The user's parameter tree of a flat vector."""
+        """Return the user's parameter tree of a flat vector."""
         return self.layouts[variable].unflatten(vector)
 
     def project_x(self, x: PyTree) -> PyTree:
-        """Projection of the (first) shared variable onto its feasible set, on the user's tree; identity by default."""
+        """Project the (first) shared variable, as the user's tree, onto its feasible set; by default do nothing."""
         return x
 
     def feasible_x(self, x: Array) -> Array:
-        """`project_x` on the flat vector; costs nothing unless the user defined a projection."""
+        """Apply `project_x` to the flat vector; this costs nothing unless the user defined a projection."""
         return self._projected(0, "project_x", x)
 
     def missing(self, signature: str) -> UserError:
@@ -83,12 +83,12 @@ class Problem:
 
     @classmethod
     def problem_class(cls) -> type["Problem"]:
-        """The class of this kind of problem, which has the defaults."""
+        """Return the class of this kind of problem, which has the defaults."""
         return next(kind for kind in cls.__mro__ if "family" in vars(kind))
 
     @classmethod
     def defines(cls, method: str) -> bool:
-        """Did the user define this method, or does the class have its default?"""
+        """Tell whether the user defined this method, or the class has its default."""
         return getattr(cls, method) is not getattr(cls.problem_class(), method)
 
     def _projected(self, variable: int, method: str, vector: Array) -> Array:
@@ -130,11 +130,11 @@ class Problem:
                 )
 
     def functions(self, params: Sequence[Array], key: Array) -> Iterable[tuple[str, int | None, Callable]]:
-        """(name, number of axes of its result or None, batch -> result) of every function the user wrote."""
+        """Yield (name, number of axes of its result or None, batch -> result) for every function the user wrote."""
         return ()
 
     def _advice(self, name: str, batch: PyTree, error: Exception) -> str:
-        """What went wrong in a function of the user's, and what to do."""
+        """Say what went wrong in a function of the user's, and what to do."""
         if isinstance(error, TypeError) and "positional argument" in str(error):
             declared = inspect.signature(getattr(self.problem_class(), name))
             arguments = ", ".join(list(declared.parameters)[1:])

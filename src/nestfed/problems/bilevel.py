@@ -36,7 +36,7 @@ class Bilevel(Problem):
         raise self.missing("lower(x, y, batch, key)")
 
     def project_y(self, y: PyTree) -> PyTree:
-        """Projection of the lower variable onto its feasible set, on the user's tree; identity by default."""
+        """Project the lower variable, as the user's tree, onto its feasible set; by default do nothing."""
         return y
 
     def feasible_y(self, y: Array) -> Array:
@@ -50,27 +50,27 @@ class Bilevel(Problem):
 
     @oracle("GRAD")
     def grad_upper(self, x, y, sample: Sample):
-        """(df/dx, df/dy)."""
+        """Return (df/dx, df/dy)."""
         return jax.grad(self.upper_flat, (0, 1))(x, y, sample)
 
     @oracle("GRAD")
     def grad_lower(self, x, y, sample: Sample):
-        """dg/dy."""
+        """Return dg/dy."""
         return jax.grad(self.lower_flat, 1)(x, y, sample)
 
     @oracle("HVP")
     def hessian_vector(self, x, y, sample: Sample, v):
-        """(d2g/dy2) v, forward over reverse."""
+        """Return (d2g/dy2) v, by forward over reverse mode."""
         return jax.jvp(lambda y: jax.grad(self.lower_flat, 1)(x, y, sample), (y,), (v,))[1]
 
     @oracle("MIX")
     def mixed_vector(self, x, y, sample: Sample, v):
-        """(d2g/dxdy) v, as the gradient in x of <dg/dy, v>."""
+        """Return (d2g/dxdy) v, as the gradient in x of <dg/dy, v>."""
         return jax.grad(lambda x: jnp.vdot(jax.grad(self.lower_flat, 1)(x, y, sample), v))(x)
 
     @oracle("SOLVE")
     def hessian_solve(self, x, y, sample: Sample, v):
-        """(d2g/dy2)^-1 v with the dense matrix: for small lower dimensions."""
+        """Return (d2g/dy2)^-1 v by the dense matrix, for small lower dimensions."""
         return jnp.linalg.solve(jax.hessian(self.lower_flat, 1)(x, y, sample), v)
 
     def functions(self, params, key):

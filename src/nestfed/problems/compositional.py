@@ -42,15 +42,15 @@ class Compositional(Problem):
         raise self.missing("outer(y, batch, key)")
 
     def extra(self, x: PyTree, batch: PyTree, key: Array) -> Array:
-        """h, an ordinary average loss added to the composition; zero by default, and then it costs nothing."""
+        """Return h, an ordinary average loss added to the composition; it is zero by default and then costs nothing."""
         return jnp.zeros(())
 
     def project_y(self, y: Array) -> Array:
-        """Projection of an estimate of the inner value onto the domain of `outer`; identity by default."""
+        """Project an estimate of the inner value onto the domain of `outer`; by default do nothing."""
         return y
 
     def bound_slope(self, slope: Array) -> Array:
-        """A bound on e^shift times the outer derivative, where inner values are Scaled; none by default.
+        """Bound e^shift times the outer derivative, where inner values are Scaled; by default there is no bound.
 
         An estimate of the inner value that is far too small makes a batch weigh e^20 times what it should; a problem
         that knows the largest weight possible can say so here.
@@ -66,7 +66,7 @@ class Compositional(Problem):
         return value.reshape(-1) if is_scaled(value) else jnp.ravel(value)
 
     def shaped(self, y, sample: Sample):
-        """A flat inner value in the shape that the user's `inner` gives it."""
+        """Return a flat inner value in the shape that the user's `inner` gives it."""
         params = self.tree(0, jnp.zeros(self.layouts[0].size, jax.tree.leaves(y)[0].dtype))
         value: Any = jax.eval_shape(lambda: self.inner(params, sample.batch, sample.key))
         return y.reshape(value.value.shape if is_scaled(value) else value.shape)
@@ -75,7 +75,7 @@ class Compositional(Problem):
         return self.outer(self.shaped(y, sample), sample.batch, sample.key)
 
     def into_domain(self, y, sample: Sample):
-        """(the nearest value in the domain of `outer`, 1.0 if that is another one): count what you project."""
+        """(the nearest value in the domain of `outer`, 1.0 if that is another one): note what you project."""
         if not self.defines("project_y"):
             return y, jnp.zeros(())
         projected: Any = self.project_y(self.shaped(y, sample))
@@ -88,13 +88,13 @@ class Compositional(Problem):
         return self.inner_flat(x, sample)
 
     def first_estimate(self, x, draw: Callable[[Any], Sample], batches: int):
-        """The inner value at x on several batches together: a start for running estimates."""
+        """Return the inner value at x on several batches together, as a start for running estimates."""
         add = lambda j, total: total + self.inner_value(x, draw(j))
         return lax.fori_loop(1, batches, add, self.inner_value(x, draw(0)) * 1.0) / batches
 
     @oracle("VJP")
     def inner_vjp(self, x, sample: Sample):
-        """(value, pull-back): use the value in an exchange, then pull the outer derivative back."""
+        """Return (value, pull-back): use the value in an exchange, then pull the outer derivative back."""
         kind = jax.eval_shape(lambda x: self.inner_flat(x, sample), x)
         if not is_scaled(kind):
             return jax.vjp(lambda x: self.inner_flat(x, sample), x)
@@ -112,7 +112,7 @@ class Compositional(Problem):
 
     @oracle("VJP")
     def inner_row(self, x, row, sample: Sample):
-        """(value, one row of the Jacobian)."""
+        """Return (value, one row of the Jacobian)."""
 
         def entry(x):
             y: Any = self.inner_flat(x, sample)
@@ -122,7 +122,7 @@ class Compositional(Problem):
         return y, Scaled(y.shift, gradient) if is_scaled(y) else gradient
 
     def inner_jacobian(self, x, sample: Sample):
-        """(value, Jacobian [m, d]): one pass per entry of the value, so m must be small."""
+        """Return (value, Jacobian [m, d]), by one pass per entry of the value, so m must be small."""
         kind: Any = jax.eval_shape(self.inner_flat, x, sample)
         number = (kind.value if is_scaled(kind) else kind).size
         value, jacobian = lax.map(lambda row: self.inner_row(x, row, sample), jnp.arange(number))
@@ -139,8 +139,8 @@ class Compositional(Problem):
         return jax.grad(lambda x: self.extra(self.tree(0, x), sample.batch, sample.key))(x)
 
     def composed_gradient(self, x, pull, y, sample: Sample):
-        """grad extra + J inner^T grad outer(y), on the batch of `value, pull = inner_vjp(x, sample)`: what every method
-        descends along, each with a y of its own."""
+        """Return grad extra + J inner^T grad outer(y), on the batch of `value, pull = inner_vjp(x, sample)`. Every
+        method descends along it, each with a y of its own."""
         (gradient,) = pull(self.grad_outer(y, sample))
         return gradient + self.grad_extra(x, sample) if self.has_extra else gradient
 
@@ -161,11 +161,4 @@ class Compositional(Problem):
         if self.scope == "local":
             return {"objective": fed.mean(extra + compose(inner))}
         inner, extra = fed.mean((inner, extra))
-        return {"objective": extra + fed.mean(compose(inner))} | self.projections(server, client, fed)
-
-    def projections(self, server, client, fed):
-        """How often estimates of the inner value left the domain of `outer` so far, if the algorithm counts it."""
-        if getattr(server, "projections", None) is None:
-            return {}
-        own = getattr(client, "own_projections", None)
-        return {"projections": server.projections + (0 if own is None else fed.mean(own))}
+        return {"objective": extra + fed.mean(compose(inner))}

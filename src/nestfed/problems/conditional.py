@@ -42,7 +42,7 @@ class Conditional(Problem):
         return jnp.zeros(())
 
     def composite(self, x: PyTree, xi: PyTree, etas: PyTree, key: Array) -> Array:
-        """outer(mean_j inner(x, xi, eta_j)) for one xi; override it where a fused form is cheaper."""
+        """Return outer(mean_j inner(x, xi, eta_j)) for one xi; override it where a fused form is cheaper."""
         values = jax.vmap(lambda eta: self.inner(x, xi, eta, key))(etas)
         return self.outer(jnp.mean(values, 0), xi, key)
 
@@ -53,7 +53,7 @@ class Conditional(Problem):
         return xi, jax.vmap(lambda one, k: self.sample_inner(data, one, k, self.inner_samples))(xi, keys)
 
     def plug_in(self, x, sample: Sample):
-        """The mean over the batch's outer samples of the composition with its inner samples, plus the regulariser."""
+        """Return the mean over outer samples of the composition with their inner samples, plus the regulariser."""
         x = self.tree(0, x)
         xis, etas = sample.batch
         values = jax.vmap(lambda xi, eta: self.composite(x, xi, eta, sample.key))(xis, etas)
@@ -68,24 +68,24 @@ class Conditional(Problem):
         return jax.grad(self.plug_in)(x, sample)
 
     def inner_values(self, x, sample: Sample):
-        """[outer samples, entries]: the inner mean of every outer sample of the batch."""
+        """Return [outer samples, entries]: the inner mean of every outer sample of the batch."""
         x = self.tree(0, x)
         pair = lambda xi, eta: self.inner(x, xi, eta, sample.key)
         return jax.vmap(lambda xi, etas: jnp.mean(jax.vmap(lambda eta: pair(xi, eta))(etas), 0))(*sample.batch)
 
     @oracle("VAL")
     def inner_value(self, x, sample: Sample):
-        """The inner value averaged over outer samples as well: what methods for compositions keep an estimate of."""
+        """Return the inner value averaged over outer samples too; methods for compositions keep an estimate of it."""
         return jnp.mean(self.inner_values(x, sample), 0)
 
     @oracle("VJP")
     def inner_vjp(self, x, sample: Sample):
-        """(the batch's inner values [outer samples, entries], pull-back of a derivative for each of them)."""
+        """Return (the batch's inner values [outer samples, entries], the pull-back of a derivative for each)."""
         return jax.vjp(lambda x: self.inner_values(x, sample), x)
 
     def composed_gradient(self, x, pull, ys, sample: Sample):
-        """The mean over outer samples of J inner_i^T grad outer_i(y_i), on the batch of `values, pull = inner_vjp(x,
-        sample)`, plus the regulariser's gradient: exactly `gradient` if ys are the values."""
+        """Return the mean over outer samples of J inner_i^T grad outer_i(y_i), on the batch of `values, pull =
+        inner_vjp(x, sample)`, plus the regulariser's gradient; this is exactly `gradient` if ys are the values."""
         xis, _ = sample.batch
         slopes = jax.vmap(jax.grad(lambda y, xi: self.outer(y, xi, sample.key)))(ys, xis)
         (gradient,) = pull(slopes / len(ys))

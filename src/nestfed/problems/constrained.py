@@ -32,7 +32,7 @@ class Constrained(Problem):
 
     @oracle("GRAD")
     def grad_objective(self, x, sample: Sample):
-        """(value, gradient) of the objective."""
+        """Return (value, gradient) of the objective."""
         return jax.value_and_grad(lambda x: self.objective(self.tree(0, x), sample.batch, sample.key))(x)
 
     @oracle("VAL")
@@ -45,7 +45,7 @@ class Constrained(Problem):
 
     @oracle("GRAD")
     def grad_constraint(self, x, j, sample: Sample):
-        """(value, gradient) of constraint j."""
+        """Return (value, gradient) of constraint j."""
         return jax.value_and_grad(lambda x: self.constraint(self.tree(0, x), j, sample.batch, sample.key))(x)
 
     def functions(self, params, key):

@@ -25,7 +25,7 @@ Draw = Callable[[Any], Sample]
 
 
 def _hypergradients(problem: Bilevel, points: Points, upper: Sample, mixed: Sample, inverse_vector) -> list[Array]:
-    """df/dx - (d2g/dxdy) z at each point, where inverse_vector(df/dy of all the points) gives the z."""
+    """Return df/dx - (d2g/dxdy) z at each point, where inverse_vector(df/dy of all the points) gives the z."""
     gradients = [problem.grad_upper(x, y, upper) for x, y in points]
     solutions = inverse_vector([fy for _, fy in gradients])
     return [
@@ -36,21 +36,21 @@ def _hypergradients(problem: Bilevel, points: Points, upper: Sample, mixed: Samp
 
 @struct
 class Hypergradient(abc.ABC):
-    """An estimator: subclass it for one of your own."""
+    """Estimates hypergradients; subclass it for an estimator of your own."""
 
     @property
     @abc.abstractmethod
     def batches(self) -> int:
-        """The largest number j of a batch that it draws."""
+        """Return the largest number j of a batch that it draws."""
 
     @abc.abstractmethod
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
-        """One estimate per point."""
+        """Return one estimate per point."""
 
 
 @struct
 class Dense(Hypergradient):
-    """Exact on its batches: the dense Hessian, one direct solve."""
+    """Solves directly with the dense Hessian, which is exact on its batches."""
 
     share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
 
@@ -66,7 +66,7 @@ class Dense(Hypergradient):
 
 @struct
 class ConjugateGradient(Hypergradient):
-    """The linear system on one batch by a fixed number of conjugate gradient steps (Hessian-vector products only)."""
+    """Solves the linear system on one batch by a fixed number of conjugate gradient steps, which form no Hessian."""
 
     steps: int = setting("conjugate gradient steps", default=10, at_least=1, static=True)
     share_batch: bool = setting("use one batch for all the factors", default=False, static=True)
@@ -88,7 +88,7 @@ class ConjugateGradient(Hypergradient):
 
 
 def conjugate_gradient(product: Callable[[Array], Array], b: Array, steps: int) -> Array:
-    """Solve product(z) = b from z = 0 in a fixed number of steps: a static cost, unlike a tolerance."""
+    """Solve product(z) = b from z = 0 in a fixed number of steps, whose cost is static, unlike that of a tolerance."""
 
     def step(_, carry):
         z, r, p, rr = carry
@@ -105,10 +105,10 @@ def conjugate_gradient(product: Callable[[Array], Array], b: Array, steps: int) 
 
 @struct
 class Neumann(Hypergradient):
-    """lr * sum_{q=0}^{Q} prod_{j=Q-q+1}^{Q} (I - lr d2g/dy2(B_j)) in place of the inverse: Q + 1 terms, one pass.
+    """Takes lr * sum_{q=0}^{Q} prod_{j=Q-q+1}^{Q} (I - lr d2g/dy2(B_j)) for the inverse: Q + 1 terms in one pass.
 
-    Deterministic relative bias (1 - lr A)^{Q+1} for curvature A; needs lr <= 1 / L. With `share_batch` one batch serves
-    all the factors: cheap, and biased.
+    The relative bias is (1 - lr A)^{Q+1} for curvature A without noise; lr <= 1 / L is needed. With `share_batch` one
+    batch serves all the factors, which is cheap and biased.
     """
 
     terms: int = setting("Q: Hessian-vector products", default=10, at_least=0, static=True)
@@ -142,7 +142,7 @@ _LENGTH_KEY = 2**31 - 2  # far from any number that a user's function may fold i
 
 @struct
 class RandomTruncation(Hypergradient):
-    """(N / l) prod_{n=1}^{N'} (I - H / l) with N' uniform in 0 .. N - 1: the expectation of the N-term sum.
+    """Takes (N / l) prod_{n=1}^{N'} (I - H / l) with N' uniform in 0 .. N - 1: its expectation is the N-term sum.
 
     All N - 1 factors are computed and those beyond N' are passed over, so that the cost is static.
     """
@@ -173,7 +173,7 @@ class RandomTruncation(Hypergradient):
 
 @struct
 class LinearSystem(Hypergradient):
-    """The linear system (d2g/dy2) z = df/dy by stochastic gradient steps z <- z - lr (H z - df/dy) from z = 0."""
+    """Solves (d2g/dy2) z = df/dy by stochastic gradient steps z <- z - lr (H z - df/dy) from z = 0."""
 
     steps: int = setting("stochastic gradient steps", default=10, at_least=1, static=True)
     lr: float = setting("step size, at most 1 / L", default=0.1, above=0)
@@ -199,6 +199,6 @@ class LinearSystem(Hypergradient):
 
 
 def _batches(draw: Draw, share: bool) -> tuple[Sample, Sample, Sample]:
-    """Batches of the upper gradient, of the mixed derivative and (first) of the Hessian."""
+    """Return batches of the upper gradient, of the mixed derivative and (first) of the Hessian."""
     upper = draw(1)
     return (upper, upper, upper) if share else (upper, draw(2), draw(3))

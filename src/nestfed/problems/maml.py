@@ -6,7 +6,8 @@ It is conditional: xi is a task with its query rows, eta its support rows, inner
 x has) and outer the loss on the query. The gradient goes through the adaptation, so it holds a second derivative of
 the loss; nothing of the size of x is averaged over tasks.
 
-Ref.   Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", ICML 2017.
+Ref.   Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", ICML 2017,
+       arXiv:1703.03400.
 """
 
 import itertools
@@ -48,11 +49,11 @@ class MAML(Conditional):
         return source
 
     def scores(self, params: PyTree, rows: PyTree, key: Array) -> dict[str, Array]:
-        """What evaluations record of adapted parameters on query rows; override it to add an accuracy."""
+        """Return what evaluations record of adapted parameters on query rows; override it to add an accuracy."""
         return {"loss": self.loss(params, rows, key)}
 
     def adapt(self, params: PyTree, rows: PyTree, key: Array) -> PyTree:
-        """The parameters after one gradient step on support rows."""
+        """Return the parameters after one gradient step on support rows."""
         return self._step(params, lambda x: self.loss(x, rows, key))
 
     def _step(self, params: PyTree, loss: Callable[[PyTree], Array]) -> PyTree:
@@ -105,11 +106,11 @@ class MetaTask(Task):
     """Records the scores after adaptation on tasks of data put aside: the same tasks in every evaluation."""
 
     aside: Rows  # what tasks of evaluations are drawn from: one "client" for each of `parts`
-    task_seed: Array  # of these tasks; a whole number
+    task_seed: Array  # the seed of these tasks, a whole number
     parts: tuple[str, ...] = static(default=("validation", "test"))
-    tasks: int = static(default=600)  # of each part
-    at_once: int = static(default=100)  # side by side; bounds the memory
-    steps: int = static(default=3)  # of adaptation
+    tasks: int = static(default=600)  # the number of tasks of each part
+    at_once: int = static(default=100)  # how many tasks run side by side, which bounds the memory
+    steps: int = static(default=3)  # the number of adaptation steps
 
     def metrics(self, server, client, data, fed):
         scores = self._scores(self.problem.tree(0, server.x))
@@ -121,11 +122,11 @@ class MetaTask(Task):
         return recorded
 
     def _scores(self, params: PyTree) -> dict[str, Array]:
-        """Every score of every task, [parts, tasks]; one loop over all of them, since compiling is what costs."""
+        """Return every score of every task, [parts, tasks]; one loop makes them all, since compiling is what costs."""
         problem, tasks = self.problem, jax.random.key(self.task_seed)
 
         def one(place):
-            key = fold(tasks, place)  # other tasks for every part, also where parts are drawn from alike
+            key = fold(tasks, place)  # every part has other tasks, even where parts have the same rows
             query, source = problem.sample_task(self.aside.client(place // self.tasks), fold(key, 0))
             support = problem.sample_support(source, fold(key, 1))
             step = lambda _, x: problem.adapt(x, support, fold(key, 2))

@@ -13,7 +13,8 @@ from nestfed.problems.base import Problem, oracle
 
 @struct
 class Minimax(Problem):
-    """min_x max_alpha mean_k value_k(x, alpha).  Subclasses define value(x, alpha, batch, key), perhaps project_alpha.
+    """min_x max_alpha mean_k value_k(x, alpha).  Subclasses define value(x, alpha, batch, key)
+    and perhaps project_alpha.
 
     Methods that reweigh groups of rows also need `group_risks(x, batch, key) -> (risks [A], counts [A])`: the mean loss
     and the number of the batch's rows, group by group. Their alpha has one number per group, and
@@ -33,7 +34,7 @@ class Minimax(Problem):
         raise UserError(f"{type(self).__name__} has no group_risks; methods that reweigh groups need it.")
 
     def group_shares(self, batch: PyTree, key: Array) -> Array:
-        """Shares of the groups among the client's rows: exact if the batch is all of them; override it if it is not."""
+        """Return the groups' shares of the client's rows: exact if the batch is all of them; else override it."""
         anywhere = self.tree(0, jnp.zeros(self.layouts[0].size, self.layouts[0].dtype))
         _, counts = self.group_risks(anywhere, batch, key)
         return counts / counts.sum()
@@ -46,7 +47,7 @@ class Minimax(Problem):
 
     @oracle("GRAD")
     def gradients(self, x, alpha, sample: Sample):
-        """(dF/dx, dF/dalpha): one reverse pass."""
+        """Return (dF/dx, dF/dalpha), from one reverse pass."""
         return jax.grad(self.value_flat, (0, 1))(x, alpha, sample)
 
     @oracle("VAL")

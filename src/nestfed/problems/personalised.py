@@ -1,4 +1,4 @@
-"""P5, personalised: models of the clients' own beside what they share."""
+"""P5, personalised: every client has a model of its own beside what all of them share."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -61,20 +61,20 @@ class Personalised(Problem):
 
     @staticmethod
     def model_of(server: Any, client: Any) -> tuple[Array, Array]:
-        """(u, v) with which this client predicts, from the server's part of a State and the client's."""
+        """Return (u, v) with which this client predicts, from the server's part of a State and the client's."""
         own = lambda name: getattr(server, name) if getattr(client, name, None) is None else getattr(client, name)
         return own("u"), own("v")
 
     def answers(self, v: PyTree, z: Array, key: Array) -> Array:
-        """Outputs from what `features` gave."""
+        """Return the outputs for what `features` gave."""
         return self.head(v, z)
 
     def fit(self, v: PyTree, z: Array, labels: Array, key: Array) -> Array:
-        """The loss from what `features` gave."""
+        """Return the loss for what `features` gave."""
         return self.loss(self.head(v, z), labels)
 
     def outputs(self, u, v, inputs: PyTree, key: Array) -> Array:
-        """What the model (u, v) answers."""
+        """Return what the model (u, v) answers."""
         return self.answers(self.tree(1, v), self.features(self.tree(0, u), inputs, key), key)
 
     def local_loss(self, u, v, sample: Sample, penalty: Callable[[Array, Array], Array] | None = None):
@@ -84,13 +84,13 @@ class Personalised(Problem):
         return loss if penalty is None else loss + penalty(z, labels)
 
     def distance(self, u, center, sample: Sample, weights: Array | None = None):
-        """H on a batch; with weights (of `ClientRows.pass_over`) the batch's part of H on all rows."""
+        """Return H on a batch; with weights (of `ClientRows.pass_over`) it is the batch's part of H on all rows."""
         inputs, _ = sample.batch
         ours, common = (self.features(self.tree(0, vector), inputs, sample.key) for vector in (u, center))
         return self._apart(ours, common, weights)
 
     def _apart(self, ours: Array, common: Array, weights: Array | None = None) -> Array:
-        """H of two representations of a batch."""
+        """Return H of two representations of a batch."""
         if weights is None:
             return self.reg(ours, common) * (len(ours) if self.reduction == "sum" else 1)
         each = jax.vmap(lambda a, b: self.reg(a[None], b[None]))(ours, common)
@@ -98,7 +98,7 @@ class Personalised(Problem):
 
     @oracle("VAL")
     def representations(self, u, sample: Sample):
-        """What `features` gives, [rows, width]."""
+        """Return what `features` gives, [rows, width]."""
         return self.features(self.tree(0, u), sample.batch[0], sample.key)
 
     @oracle("GRAD")
@@ -111,25 +111,25 @@ class Personalised(Problem):
 
     @oracle("GRAD")
     def gradients(self, u, v, sample: Sample, penalty=None):
-        """(d/du, d/dv) of the loss, one reverse pass. `penalty(z, labels)`, a jax.tree_util.Partial whose own arguments
-        are constants, is added to it."""
+        """Return (d/du, d/dv) of the loss, from one reverse pass. `penalty(z, labels)`, a jax.tree_util.Partial whose
+        own arguments are constants, is added to the loss."""
         return jax.grad(self.local_loss, (0, 1))(u, v, sample, penalty)
 
     @oracle("GRAD")
     def grad_coupled(self, u, v, center, coupling, sample: Sample):
-        """d/du of loss + (coupling / 2) H: one reverse pass."""
+        """Return d/du of loss + (coupling / 2) H, from one reverse pass."""
         common = self.features(self.tree(0, center), sample.batch[0], sample.key)
         pull = lambda z, labels: coupling / 2 * self._apart(z, common)
         return jax.grad(self.local_loss)(u, v, sample, pull)
 
     @oracle("GRAD")
     def grad_distance(self, u, center, sample: Sample, weights=None):
-        """dH/du_k, with the common representation as a constant."""
+        """Return dH/du_k, with the common representation as a constant."""
         return jax.grad(self.distance, 0)(u, center, sample, weights)
 
     @oracle("GRAD")
     def grad_center(self, u, center, sample: Sample, weights=None):
-        """dH/du_0, with the client's representation as a constant: what a client uploads."""
+        """Return dH/du_0, with the client's representation as a constant: a client uploads this."""
         return jax.grad(self.distance, 1)(u, center, sample, weights)
 
     def functions(self, params, key):
@@ -156,12 +156,12 @@ class GaussianEncoder(Personalised):
 
     @staticmethod
     def gaussians(features: Array) -> tuple[Array, Array]:
-        """(means, deviations), [rows, width] each."""
+        """Return (means, deviations), [rows, width] each."""
         mean, raw = jnp.split(features, 2, axis=-1)
         return mean, jax.nn.softplus(raw)
 
     def drawn(self, function: Callable[[Array], Array], features: Array, key: Array) -> Array:
-        """The mean of function(z) over draws of z."""
+        """Return the mean of function(z) over draws of z."""
         mean, deviation = self.gaussians(features)
         noise = jax.random.normal(key, (self.draws, *mean.shape), mean.dtype)
         return jnp.mean(jax.vmap(lambda e: function(mean + deviation * e))(noise), 0)

@@ -28,12 +28,12 @@ from nestfed.problems import Conditional, Minimax, oracle
 from nestfed.problems.robust import half_square
 
 _DECAY = "mu: (mu / 2) |model|^2 is added"
-ROWS_AT_ONCE = 256  # in the objective over all rows: bounds its memory
+ROWS_AT_ONCE = 256  # this bounds the memory of the objective over all rows
 
 
 @struct
 class RankingBatch:
-    """Rows of one client, positives first: every one of these is paired with all rows, itself included."""
+    """Holds rows of one client, positives first; every positive is paired with all rows, itself included."""
 
     rows: PyTree  # every leaf [m, ...]
     positive: Array  # [m]
@@ -83,17 +83,17 @@ class AveragePrecision(Conditional):
         )
 
     def inner_values(self, x: PyTree, batch: RankingBatch, key: Array) -> Array:
-        """y of the batch's first rows, [b, 2]."""
+        """Return y of the batch's first rows, [b, 2]."""
         h = jax.nn.sigmoid(self.scores(x, batch.rows, key))
         losses = self.pair_losses(h[: self.positives], h)
         return jnp.stack([losses @ batch.positive.astype(h.dtype), losses.sum(1)], 1) / self.inner_samples
 
     def pair_losses(self, above: Array, below: Array) -> Array:
-        """l of every pair, [len(above), len(below)]."""
+        """Return l of every pair, [len(above), len(below)]."""
         return jnp.maximum(self.margin - above[:, None] + below[None, :], 0) ** 2
 
     def outer(self, y, xi=None, key=None):
-        """f(y) = -y_1 / y_2."""
+        """Return f(y) = -y_1 / y_2."""
         return -y[..., 0] / y[..., 1]
 
     def regulariser(self, x):
@@ -107,28 +107,28 @@ class AveragePrecision(Conditional):
 
     @oracle("VJP")
     def inner_vjp(self, x, sample: Sample):
-        """(y of the batch's positives [b, 2], pull-back), for methods with an estimate of y of their own."""
+        """Return (y of the batch's positives [b, 2], pull-back), for methods with an estimate of y of their own."""
         return jax.vjp(lambda x: self.inner_values(self.tree(0, x), sample.batch, sample.key), x)
 
     def composed_gradient(self, x, pull, y, sample: Sample):
-        """mean_i J_i^T grad f(y_i) and the regulariser's gradient, on the batch of `_, pull = inner_vjp(x, sample)`."""
+        """Return mean_i J_i^T grad f(y_i) plus grad regulariser, on the batch of `_, pull = inner_vjp(x, sample)`."""
         slope = jax.grad(lambda y: jnp.mean(self.outer(y)))(y)
         (gradient,) = pull(jnp.where(_rankable(sample.batch), slope, 0))
         return gradient + self.weight_decay * x
 
     def outer_rows(self, sample: Sample) -> tuple[Array, int]:
-        """(which of the client's positives the batch's outer samples are, a bound on these numbers)."""
+        """Return (which of the client's positives the batch's outer samples are, a bound on these numbers)."""
         return sample.batch.places, sample.batch.largest
 
     def objective(self, x: Array, data: ClientRows, key: Array) -> Array:
-        """The client's exact objective: y of every positive is its mean over all batches that hold the positive."""
+        """Return the exact objective of the client: y of every positive is its mean over all batches that hold it."""
         tree, numbers = self.tree(0, x), jnp.arange(data.largest)
         score = lambda i: self.scores(tree, data.take(i[None]), key)[0]
         h = jax.nn.sigmoid(lax.map(score, jnp.minimum(numbers, data.size - 1), batch_size=ROWS_AT_ONCE))
         present = data.constants["positives"]
         positive = (numbers >= data.size - present) & (numbers < data.size)
         negative = numbers < data.size - present
-        drawn = jnp.where(present < data.size, self.positives, self.inner_samples) - 1  # positives besides the own one
+        drawn = jnp.where(present < data.size, self.positives, self.inner_samples) - 1  # positives besides this one
         spread = lambda which, number: number * which.astype(h.dtype) / jnp.maximum(which.sum(), 1).astype(h.dtype)
         first, others = spread(positive, drawn), spread(negative, self.inner_samples - 1 - drawn)
         weights = jnp.stack([first, first + others], 1)
@@ -179,7 +179,7 @@ class AreaUnderRoc(Minimax):
     weight_decay: float = setting(_DECAY, default=0.0, at_least=0)
 
     def start(self, model: PyTree) -> tuple[PyTree, Array]:
-        """The starting point for Task.create: x = {"model", "a", "b"} with a = 1 and b = 0, and alpha = 0."""
+        """Return the starting point for Task.create: x = {"model", "a", "b"} with a = 1 and b = 0, and alpha = 0."""
         dtype = jnp.result_type(*jax.tree.leaves(model))
         return {"model": model, "a": jnp.ones((), dtype), "b": jnp.zeros((), dtype)}, jnp.zeros((), dtype)
 
@@ -200,8 +200,8 @@ class AreaUnderRoc(Minimax):
 
 
 def ranked(scores: Array, positive: Array, segment: Array, segments: int, recall: float) -> tuple[Array, Array]:
-    """(average precision, best precision at this recall or a larger one) of every segment of rows, exactly; NaN for a
-    segment without positives. Rows of equal score come together."""
+    """Return (average precision, best precision at this recall or a larger one) of every segment of rows, exactly; both
+    are NaN for a segment without positives. Rows of equal score come together."""
     place = jnp.arange(scores.size)
     owner, falling, positive = lax.sort((segment, -scores, positive.astype(place.dtype)), num_keys=2)
     new = jnp.concatenate([jnp.ones(1, bool), (owner[1:] != owner[:-1]) | (falling[1:] != falling[:-1])])
@@ -222,7 +222,7 @@ def ranked(scores: Array, positive: Array, segment: Array, segments: int, recall
 
 
 def _halves(data: ClientRows) -> tuple[ClientRows, ClientRows]:
-    """(positives, negatives) of a client; all of its rows where there are none, so that a draw is always its own."""
+    """Return (positives, negatives) of a client, or all its rows where there are none: a draw is always its own."""
     positives = data.constants["positives"].astype(data.size.dtype)
     negatives = data.size - positives
     both = (positives > 0) & (negatives > 0)

@@ -36,8 +36,8 @@ def half_square(x: PyTree) -> Array:
 class KL(Compositional):
     """g = mean exp(l / price), f(y) = price log y. Losses must not be negative: then g >= 1, and y is kept there.
 
-    scale "paper" leaves out the factor price of f, as the paper does: gradients are 1 / price times larger, so step
-    sizes do not carry over. largest_weight bounds what a row can count, relative to the average row, and keeps an
+    scale "paper" leaves out the factor price of f, as FedDRO's paper does: gradients are 1 / price times larger, so
+    step sizes do not carry over. largest_weight bounds what a row can count, relative to the average row, and keeps an
     estimate of g that is far too small from blowing up a step. No row can weigh more than all of them together: that
     exact bound is taken from the task's rows and weights. It matters: where the largest loss falls by more than about
     35 prices in a step, what is left of the estimate is rounding.
@@ -80,8 +80,9 @@ class KL(Compositional):
 class ChiSquare(Compositional):
     """g = mean l, h = mean l + mean l^2 / (2 price), f(y) = -y^2 / (2 price): the mean plus Var / (2 price).
 
-    Exact while no weight 1/n + (l_i - mean l) / (price n) is negative, that is while every loss is at least the mean
-    minus price. `as_printed` is the paper's formula, -Var / (2 price): it rewards variance, and is kept to show that.
+    This is exact while no weight 1/n + (l_i - mean l) / (price n) is negative, that is while every loss is at least the
+    mean minus price. `as_printed` is the formula of FedDRO's paper, -Var / (2 price), which rewards variance; it is
+    kept to show that.
     """
 
     losses: Callable[[PyTree, PyTree, Array], Array] = static()
@@ -136,7 +137,7 @@ class CVaR(Compositional):
 
 @struct
 class MeanLoss(SingleLevel):
-    """mean l: no adversary."""
+    """The mean of l, without an adversary."""
 
     losses: Callable[[PyTree, PyTree, Array], Array] = static()
     weight_decay: float = setting(_DECAY, default=0.0, at_least=0)

@@ -16,7 +16,7 @@ class SingleLevel(Problem):
     """min_x mean_k E loss(x; batch of client k).
 
     Subclasses define loss(x, batch, key); or, for methods that weigh the rows of a batch themselves,
-    per_row(x, batch, key) -> [rows] and perhaps regulariser(x), whose mean and sum is then the loss.
+    per_row(x, batch, key) -> [rows] and perhaps regulariser(x): the mean of the one plus the other is then the loss.
     """
 
     family: ClassVar[str] = "single level"
@@ -26,7 +26,7 @@ class SingleLevel(Problem):
         raise self.missing("loss(x, batch, key), or per_row(x, batch, key) for methods that weigh the rows of a batch")
 
     def regulariser(self, x: PyTree) -> Array:
-        """What is added to the mean of `per_row`; zero by default."""
+        """Return what is added to the mean of `per_row`; it is zero by default."""
         return jnp.zeros(())
 
     def loss(self, x: PyTree, batch: PyTree, key: Array) -> Array:
@@ -42,12 +42,12 @@ class SingleLevel(Problem):
 
     @oracle("VAL")
     def row_values(self, x, sample: Sample):
-        """The losses of the batch's rows."""
+        """Return the losses of the batch's rows."""
         return self.per_row(self.tree(0, x), sample.batch, sample.key)
 
     @oracle("GRAD")
     def weighted_gradient(self, x, weights, sample: Sample):
-        """The gradient of sum_i weights_i loss_i, plus the regulariser's."""
+        """Return the gradient of sum_i weights_i loss_i, plus the regulariser's."""
         weighted = lambda x: jnp.vdot(weights, self.per_row(x, sample.batch, sample.key)) + self.regulariser(x)
         return jax.grad(lambda x: weighted(self.tree(0, x)))(x)
 

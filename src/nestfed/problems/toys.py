@@ -18,7 +18,7 @@ from nestfed.problems.adapters import CompositionAsBilevel, NaiveComposition
 
 @struct
 class Quadratic(SingleLevel):
-    """loss = a (x - c)^2 / 2 with the client's own (a, c)."""
+    """Has loss = a (x - c)^2 / 2 with the client's own (a, c)."""
 
     def loss(self, x, batch, key):
         a, c = batch
@@ -33,7 +33,7 @@ def quadratics(curvatures=(1.0, 4.0), centers=(0.0, 1.0), **options: Any) -> Tas
 
 @struct
 class ScalarBilevel(Bilevel):
-    """g = A y^2 / 2 - y (B x + c),  f = (y - t)^2 / 2 + rho x^2 / 2, with the client's own (A, B, c, t)."""
+    """Has g = A y^2 / 2 - y (B x + c) and f = (y - t)^2 / 2 + rho x^2 / 2, with the client's own (A, B, c, t)."""
 
     rho: float = 0.1
 
@@ -54,7 +54,7 @@ class ShowX(Task):
 
 
 def scalar_bilevel(scope: str = "local", **options: Any) -> Task:
-    """Two clients. With local lower problems the solution is x = 80/59; with one global lower problem x = 15/7.
+    """Make a task of two clients. It is solved by x = 80/59 with local lower problems, by x = 15/7 with a global one.
 
     scope "naive" is what plain averaging makes of it.
     """
@@ -69,8 +69,8 @@ def scalar_bilevel(scope: str = "local", **options: Any) -> Task:
 
 @struct
 class NaiveBilevel(SingleLevel):
-    """What plain averaging sees of a bilevel problem: x trained on the upper loss as if y did not depend on it, y on
-    the lower loss, and both averaged. The negative control of the demonstrations."""
+    """Shows what plain averaging sees of a bilevel problem: x is trained on the upper loss as if y did not depend on
+    it, y on the lower loss, and both are averaged. It is the negative control of the demonstrations."""
 
     problem: Bilevel
 
@@ -82,7 +82,7 @@ class NaiveBilevel(SingleLevel):
 
 @struct
 class Line(Compositional):
-    """inner = slope x + shift with the client's own numbers, outer = sqrt(y^2 + 4)."""
+    """Has inner = slope x + shift with the client's own numbers, and outer = sqrt(y^2 + 4)."""
 
     def inner(self, x, batch, key):
         slope, shift = batch
@@ -104,8 +104,8 @@ def counterexample(view: str = "compositional", *, scope: str = "global", **opti
     """Inner functions 4x - 4 and -2x + 4 average to x: the objective sqrt(x^2 + 4) is least at x = 0.
 
     scope "local" asks for the mean of the clients' own compositions instead, least at x = 1.1686673.
-    view  "compositional"; "bilevel", for solvers of one global lower problem; "naive": what plain averaging sees, each
-          client composing the outer function with its own inner one.
+    view  is "compositional", "bilevel" (for solvers of one global lower problem) or "naive" (what plain averaging sees:
+          each client composes the outer function with its own inner one).
     """
     problem, start = Line(scope=scope), jnp.asarray(0.5)
     if view == "bilevel":

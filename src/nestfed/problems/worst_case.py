@@ -20,14 +20,14 @@ from jax import lax
 
 from nestfed.core.types import Array
 
-HALVINGS = 60  # of an interval: from there on float64 knows no smaller one
+HALVINGS = 60  # of an interval; after that float64 knows no smaller one
 ALIKE = 1e-5  # losses that differ by less, relative to the largest, are not told apart: no c can be found for them
 
 
 class Batch(NamedTuple):
-    """Losses of the rows that count, and the nominal weights of all."""
+    """Holds the losses of the rows that count, and the nominal weights of all rows."""
 
-    losses: Array  # that of the smallest one where the weight is zero
+    losses: Array  # where the weight is zero, the smallest of the others
     nominal: Array  # sum 1
     lowest: Array
     highest: Array
@@ -49,7 +49,7 @@ def chi_square_ball(losses: Array, radius: Array, weights: Array | None = None) 
     excess = lambda level: jnp.maximum(batch.losses - level, 0)
 
     def room(level):
-        """How much of the radius is left: falls with the level, from all of it to the top rows alone."""
+        """Return how much of the radius is left; it falls with the level, down to what the top rows alone leave."""
         first, second = batch.nominal @ excess(level), batch.nominal @ excess(level) ** 2
         return radius - 0.5 * (second / first**2 - 1)
 
@@ -68,7 +68,7 @@ def cvar(losses: Array, tail: Array, weights: Array | None = None) -> Array:
     edge = batch.losses[largest_first][jnp.minimum(full.sum(), full.size - 1)]
     above, at_edge = batch.losses > edge, batch.losses == edge
     taken = jnp.where(above, batch.nominal / tail, 0)
-    # Rows that tie at the edge share what is left: so the order of the rows does not matter.
+    # Rows that tie at the edge share what is left, so the order of the rows does not matter.
     tied = jnp.where(at_edge, batch.nominal, 0)
     return taken + jnp.maximum(1 - taken.sum(), 0) * tied / tied.sum()
 
@@ -89,13 +89,13 @@ def kl_cvar(losses: Array, price: Array, tail: Array, weights: Array | None = No
 
 
 def effective_sample_size(p: Array, weights: Array | None = None) -> Array:
-    """1 / (n sum p_i^2): the share of rows that would give as noisy a mean, if they counted alike; 1 is uniform."""
+    """Return 1 / (n sum p_i^2), 1 for uniform p: this share of rows, if they counted alike, gives as noisy a mean."""
     nominal = _nominal(p, weights)
     return 1 / jnp.sum(jnp.where(nominal > 0, p**2 / jnp.where(nominal > 0, nominal, 1), 0))
 
 
 def negative_share(losses: Array, price: Array, weights: Array | None = None) -> Array:
-    """The share of rows to which 1/n + (l_i - mean l) / (price n) gives a negative weight: where it is not zero,
+    """Return the share of rows to which 1/n + (l_i - mean l) / (price n) gives a negative weight: where it is not zero,
     mean + Var / (2 price) is larger than the value of `chi_square`."""
     batch = _batch(losses, weights)
     return jnp.sum(jnp.where(batch.losses < batch.mean - price, batch.nominal, 0))
@@ -125,7 +125,7 @@ def _response(batch: Batch, raw: Array) -> Array:
 
 
 def _falls_to_zero(function: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Where a falling function, not negative at `low` and not positive at `high`, is zero; from the lower side."""
+    """Find from below where a falling function, not negative at `low` and not positive at `high`, is zero."""
 
     def halve(_, ends):
         low, high = ends

@@ -372,7 +372,7 @@ def _accounting() -> Any:
     return dp_accounting
 
 
-def remarks(history: dict[str, np.ndarray], spending: Spending | None, asked: int) -> tuple[str, ...]:
+def find_remarks(history: dict[str, np.ndarray], spending: Spending | None, asked: int) -> tuple[str, ...]:
     """What a reader of a result must know, in plain words; `asked` is the number of rounds that was asked for."""
     found = []
     ratios = np.asarray(history.get(SIGNAL, []), float)

@@ -24,6 +24,7 @@ from nestfed.core.settings import UserError, setting, static, struct, validate
 from nestfed.core.types import Array, PyTree
 
 INDEX_BYTES = 4  # of the place of a number in a sparse upload
+SIGNAL, CLIPPED = "signal_to_noise", "clipped_uploads"  # columns of the history
 
 
 # ------------------------------------------------------------------------------------------------- transforms
@@ -101,7 +102,7 @@ class Clip(Transform):
     clipping = True
 
     def apply(self, tree: PyTree, key: Array) -> PyTree:
-        return shortened(tree, self.norm)
+        return clip_to_norm(tree, self.norm)
 
     def clips(self, tree: PyTree) -> Array:
         return joint_norm(tree) > self.norm
@@ -114,7 +115,7 @@ class ClipMean(Transform):
     norm: float = setting("C: largest norm of a mean", above=0)
 
     def finish(self, mean: PyTree) -> PyTree:
-        return shortened(mean, self.norm)
+        return clip_to_norm(mean, self.norm)
 
 
 @struct
@@ -164,12 +165,12 @@ class Sparsify(Transform):
                 "must be a number above 0 and at most 1."
             )
 
-    def kept(self, size: int) -> int:
+    def count_sent(self, size: int) -> int:
         return max(1, math.ceil(self.fraction * size - 1e-9))
 
     def apply(self, tree: PyTree, key: Array) -> PyTree:
         def sparse(a, key):
-            kept = self.kept(a.size)
+            kept = self.count_sent(a.size)
             chosen = jnp.argsort(random_words(key, a.size))[:kept]
             factors = jnp.zeros(a.size, a.dtype).at[chosen].set(a.size / kept)
             return a * factors.reshape(a.shape)
@@ -177,7 +178,7 @@ class Sparsify(Transform):
         return _each(sparse, tree, key)
 
     def pack(self, parcel: Parcel) -> Parcel:
-        return parcel._replace(sent=min(parcel.sent, self.kept(parcel.size)), indexed=True)
+        return parcel._replace(sent=min(parcel.sent, self.count_sent(parcel.size)), indexed=True)
 
 
 @struct
@@ -207,7 +208,7 @@ def joint_norm(tree: PyTree) -> Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(a)) for a in jax.tree.leaves(tree)))
 
 
-def shortened(tree: PyTree, norm: float) -> PyTree:
+def clip_to_norm(tree: PyTree, norm: float) -> PyTree:
     """The tree times min(1, norm / its norm)."""
     length = joint_norm(tree)
     factor = jnp.where(length > norm, norm / jnp.where(length > 0, length, 1), 1)
@@ -228,7 +229,7 @@ def _with_noise(tree: PyTree, sigma: Any, key: Array) -> PyTree:
 # ------------------------------------------------------------------------------------------------- on the way
 
 
-def minus(tree: PyTree, around: PyTree) -> PyTree:
+def subtract_reference(tree: PyTree, around: PyTree) -> PyTree:
     """What is news in an upload."""
     if around is None:
         return tree
@@ -246,7 +247,7 @@ def minus(tree: PyTree, around: PyTree) -> PyTree:
     return _matched(difference, around, tree)
 
 
-def plus(tree: PyTree, around: PyTree) -> PyTree:
+def add_reference(tree: PyTree, around: PyTree) -> PyTree:
     """The answer from the mean of the news."""
     if around is None:
         return tree
@@ -265,7 +266,7 @@ def _matched(function: Callable, around: PyTree, tree: PyTree) -> PyTree:
         ) from error
 
 
-def transformed(transforms: Sequence[Transform], tree: PyTree, key: Array, noise: Array | None) -> tuple[PyTree, Array]:
+def apply_all(transforms: Sequence[Transform], tree: PyTree, key: Array, noise: Array | None) -> tuple[PyTree, Array]:
     """(one client's upload as it leaves the client, was it clipped?)."""
     if any(t.touches for t in transforms) and any(is_scaled(a) for a in jax.tree.leaves(tree, is_leaf=is_scaled)):
         raise UserError(
@@ -282,7 +283,9 @@ def transformed(transforms: Sequence[Transform], tree: PyTree, key: Array, noise
     return tree, clipped
 
 
-def treated(transforms: Sequence[Transform], mean: PyTree, largest: Array, key: Array, noise: Array | None) -> PyTree:
+def answer_all(
+    transforms: Sequence[Transform], mean: PyTree, largest: Array, key: Array, noise: Array | None
+) -> PyTree:
     """A mean as the server answers it."""
     for i, transform in enumerate(transforms):
         if transform.changes("treat"):
@@ -298,7 +301,7 @@ def _key_for(transform: Transform, key: Array, noise: Array | None) -> Array:
     return noise if transform.noisy and noise is not None else key
 
 
-def finished(transforms: Sequence[Transform], mean: PyTree) -> PyTree:
+def finish_all(transforms: Sequence[Transform], mean: PyTree) -> PyTree:
     """The server's answer as it is used."""
     for transform in transforms:
         mean = transform.finish(mean)
@@ -315,31 +318,18 @@ def upload_bytes(transforms: Sequence[Transform], size: int, itemsize: int) -> i
 
 # ------------------------------------------------------------------------------------------------- for the record
 
-SIGNAL, CLIPPED = "signal_to_noise", "clipped_uploads"  # columns of the history
 
+def measure_signal(
+    transforms: Sequence[Transform], squares: Array, numbers: Array, shares: Array, largest: Array
+) -> Array:
+    """The norm of the signal in an answered mean / that of the noise in it; NaN without noise.
 
-def columns(transforms: Sequence[Transform]) -> list[str]:
-    """What rounds record about uploads."""
-    return [SIGNAL] * any(t.noisy for t in transforms) + [CLIPPED] * any(t.clipping for t in transforms)
-
-
-def statistics(
-    transforms: Sequence[Transform], squared: Array, numbers: Array, clipped: Array, shares: Array, largest: Array
-) -> dict[str, Array]:
-    """The columns of a round.
-
-    squared    of the norms of the answered means, summed over exchanges: the signal's and the noise's together
-    numbers    in these means
-    clipped    fraction of uploads that were clipped
-    shares     of the clients in a mean
+    squares    of the mean's norm: the signal's and the noise's together
+    numbers    in the mean
+    shares     of the clients in it
     largest    share that a client can have
     """
-    values = {}
-    if SIGNAL in columns(transforms):
-        noise = numbers * sum(t.variance(largest, jnp.sum(shares**2)) for t in transforms)
-        # The noise is independent of the signal, so squares add up: what the noise does not explain is signal.
-        ratio = jnp.sqrt(jnp.maximum(squared - noise, 0) / jnp.where(noise > 0, noise, 1))
-        values[SIGNAL] = jnp.where(noise > 0, ratio, jnp.nan)
-    if CLIPPED in columns(transforms):
-        values[CLIPPED] = clipped
-    return values
+    noise = numbers * sum(t.variance(largest, jnp.sum(shares**2)) for t in transforms)
+    # The noise is independent of the signal, so squares add up: what the noise does not explain is signal.
+    ratio = jnp.sqrt(jnp.maximum(squares - noise, 0) / jnp.where(noise > 0, noise, 1))
+    return jnp.where(noise > 0, ratio, jnp.nan)

@@ -7,7 +7,6 @@ import re
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +14,8 @@ import numpy as np
 from nestfed.core.identity import identify
 from nestfed.core.settings import UserError
 from nestfed.core.types import PyTree
+from nestfed.engine.options import Options
+from nestfed.engine.steps import Inputs
 
 FORMAT = "nestfed checkpoint 2"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # byte code differs between these
@@ -31,17 +32,22 @@ WORDS = {  # of parts that are known by a hash, for whoever resumes with another
 }
 
 
-def identity(algorithm: Any, task: Any, key: Any, *, metrics: Any = None, **plan: Any) -> dict[str, str]:
+SHAPING = ("cohort", "sampling", "dropout", "evaluate_every", "output", "select", "unsynced")  # of the options
+
+
+def identify_run(inputs: Inputs, options: Options) -> dict[str, str]:
     """What a checkpoint must have in common with the run that resumes it, part by part."""
-    return {
+    algorithm, key = inputs.algorithm, inputs.key
+    parts = {
         "algorithm": _without_addresses(repr(algorithm)),
         "functions": identify(algorithm, type(algorithm).__name__),
-        "task": identify(task, "the task"),
-        "metrics": identify(metrics, "metrics"),
+        "task": identify(inputs.task, "the task"),
+        "metrics": identify(options.metrics, "metrics"),
         "seed": f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}",
         "precision": str(jax.numpy.result_type(float)),
-        **{name: _without_addresses(repr(value)) for name, value in plan.items()},
+        **{name: repr(getattr(options, name)) for name in SHAPING},
     }
+    return parts | ({"uploads": _without_addresses(repr(inputs.uploads))} if inputs.uploads else {})
 
 
 def _without_addresses(text: str) -> str:

@@ -5,7 +5,7 @@ or raises `NonConforming` with what is wrong and what to do.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed.core.algorithm import Algorithm
+from nestfed.core.jax_internals import count_programs
 from nestfed.core.settings import UserError, struct
 from nestfed.core.task import Task
 from nestfed.core.types import PyTree
-from nestfed.engine import rounds as engine
-from nestfed.engine.options import as_key, check_contract, check_match, make_plan
-from nestfed.engine.steps import Call, alone, draws, seated
+from nestfed.engine import rounds
+from nestfed.engine.contract import check_contract, check_match
+from nestfed.engine.options import Options
+from nestfed.engine.planning import make_inputs, make_plan
+from nestfed.engine.rounds import Run
+from nestfed.engine.steps import Call, make_client, make_draws, only_client
 from nestfed.uploads.transforms import Transform
 from nestfed.verbs.cost import measure
 from nestfed.verbs.messages import deploy
@@ -31,8 +35,8 @@ ROUNDS = 3
 DROPOUT = 0.3
 
 
-def _participation(task: Task) -> dict[str, Any]:
-    return {"cohort": max(1, task.clients - 1), "dropout": DROPOUT}
+def _choose_options(task: Task) -> Options:
+    return Options(rounds=ROUNDS, cohort=max(1, task.clients - 1), dropout=DROPOUT, evaluate_every=None, progress=False)
 
 
 class NonConforming(AssertionError):
@@ -54,15 +58,23 @@ def check_algorithm(algorithm: Algorithm, task: Task) -> list[str]:
     return passed
 
 
-def _run(algorithm: Algorithm, task: Task, seed: int = 0) -> engine.Run:
-    plan, dropout = make_plan(algorithm, task, evaluate_every=None, **_participation(task))
-    key = as_key(seed)
-    run = engine.start(algorithm, task, key, plan)
-    return engine.advance(algorithm, task, key, run, 0, ROUNDS, dropout, plan)[0]
+def _run(
+    algorithm: Algorithm, task: Task, seed: int = 0, *, begin: Task | None = None, pieces: Sequence[int] = (ROUNDS,)
+) -> tuple[Run, dict[str, np.ndarray]]:
+    """(the run after these pieces of it, what its steps noted); it starts from the task `begin`, or from this one."""
+    options = _choose_options(task)
+    plan, inputs = make_plan(algorithm, task, options), make_inputs(algorithm, task, seed, options)
+    run = rounds.start(inputs if begin is None else inputs._replace(task=begin), plan)
+    noted, first = [], 0
+    for length in pieces:
+        run, rows = rounds.advance(inputs, run, first, length, plan)
+        noted.append({name: np.asarray(values)[:length] for name, values in rows["notes"].items()})
+        first += length
+    return run, {name: np.concatenate([notes[name] for notes in noted]) for name in noted[0]}
 
 
-def _parts(run: engine.Run) -> tuple[Any, Any]:
-    return run.server, run.clients
+def _states(found: tuple[Run, Any]) -> tuple[Any, Any]:
+    return found[0].server, found[0].clients
 
 
 def _same(one: PyTree, other: PyTree, what: str) -> None:
@@ -109,40 +121,36 @@ def _cost_is_static(algorithm: Algorithm, task: Task) -> None:
 
 def _one_trace_serves_all_seeds_and_settings(algorithm: Algorithm, task: Task) -> None:
     _run(algorithm, task, 0)
-    before = _programs()
+    before = count_programs(rounds.advance)
     nudged = jax.tree.map(lambda a: a * 1.01 if isinstance(a, float) else a, algorithm)
     _run(algorithm, task, 1)
     _run(nudged, task, 1)
-    if _programs() != before:
+    if count_programs(rounds.advance) != before:
         raise NonConforming(
             "a new seed or a new float setting compiled again; floats must be plain fields of the record"
         )
 
 
-def _programs() -> int:
-    advance: Any = engine.advance
-    return advance._cache_size()
-
-
 def _simulation_equals_message_passing(algorithm: Algorithm, task: Task) -> None:
-    deployed = deploy(algorithm, task, rounds=ROUNDS, **_participation(task))
-    _same(_parts(_run(algorithm, task)), deployed, "message passing and simulation")
+    deployed, simulated = deploy(algorithm, task, 0, _choose_options(task)), _run(algorithm, task)
+    _same(_states(simulated), (deployed.server, deployed.clients), "message passing and simulation")
+    for name, values in simulated[1].items():
+        told = deployed.noted.get(name, np.zeros_like(values))
+        if not np.allclose(values, told, rtol=1e-4, atol=1e-6):
+            raise NonConforming(f"message passing and simulation: the note {name!r} differs; note numbers of the step")
 
 
 def _a_row_of_a_sweep_with_clients_in_turn_is_a_run(algorithm: Algorithm, task: Task) -> None:
-    options: dict[str, Any] = {"evaluate_every": None, "progress": False, "client_axis": "map"}
-    rows = sweep([algorithm], task, [5, 0], rounds=ROUNDS, **options, **_participation(task)).runs[0]
+    found = sweep([algorithm], task, [5, 0], _choose_options(task), client_axis="map")
+    row, alone = jax.tree.map(lambda a: a[1], found.runs[0]), _run(algorithm, task)
     what = "a run with clients side by side and a row of a sweep with clients in turn"
-    _same(_parts(_run(algorithm, task)), _parts(jax.tree.map(lambda a: a[1], rows)), what)
+    _same(_states(alone), (row.server, row.clients), what)
+    _same(alone[1], {name: values[0, 1] for name, values in found.noted.items()}, f"the notes of {what}")
 
 
 def _a_run_may_be_cut_into_pieces(algorithm: Algorithm, task: Task) -> None:
-    plan, dropout = make_plan(algorithm, task, evaluate_every=None, **_participation(task))
-    key = as_key(0)
-    run = engine.start(algorithm, task, key, plan)
-    for first, rounds in ((0, 1), (1, ROUNDS - 1)):
-        run, _ = engine.advance(algorithm, task, key, run, first, rounds, dropout, plan)
-    _same(_parts(_run(algorithm, task)), _parts(run), "a run in one piece and in two")
+    whole, cut = _run(algorithm, task), _run(algorithm, task, pieces=(1, ROUNDS - 1))
+    _same(_states(whole), _states(cut), "a run in one piece and in two")
 
 
 def _the_order_of_clients_does_not_matter(algorithm: Algorithm, task: Task) -> None:
@@ -151,8 +159,8 @@ def _the_order_of_clients_does_not_matter(algorithm: Algorithm, task: Task) -> N
     turned = dataclasses.replace(
         task, data=task.data.reordered(order), weights=mine(task.weights), local_steps=mine(task.local_steps)
     )
-    server, clients = _parts(_run(algorithm, task))
-    other_server, other_clients = _parts(_run(algorithm, turned))
+    server, clients = _states(_run(algorithm, task))
+    other_server, other_clients = _states(_run(algorithm, turned))
     hint = "the numbers depend on the order of the clients; use what a reply gets by ids, not by position"
     _same(server, other_server, hint)
     _same(jax.tree.map(lambda a: np.asarray(a)[order], clients), other_clients, hint)
@@ -164,16 +172,13 @@ def _an_absent_client_does_not_spread_its_values(algorithm: Algorithm, task: Tas
     present = np.asarray(task.weights).copy()
     present[0] = 0.0
     quiet = dataclasses.replace(task, weights=present)
-    spoilt = dataclasses.replace(quiet, data=_spoilt(task))
-    server, clients = _parts(_run(algorithm, quiet))
+    spoilt = dataclasses.replace(quiet, data=_spoil(task))
+    without = _run(algorithm, quiet)
     # The start is everybody's: only rounds are compared, from one and the same start.
-    plan, dropout = make_plan(algorithm, spoilt, evaluate_every=None, **_participation(task))
-    key = as_key(0)
-    run = engine.start(algorithm, quiet, key, plan)
-    run = engine.advance(algorithm, spoilt, key, run, 0, ROUNDS, dropout, plan)[0]
-    if int(run.diverged) >= 0:
+    spoiled = _run(algorithm, spoilt, begin=quiet)
+    if int(spoiled[0].diverged) >= 0:
         raise NonConforming("a NaN of a client of weight zero stopped the run; only means may carry its values")
-    _same((server, clients), _parts(run), "runs with and without a NaN at a client that takes no part")
+    _same(_states(without), _states(spoiled), "runs with and without a NaN at a client that takes no part")
 
 
 def _an_absent_client_keeps_what_belongs_to_its_own_point(algorithm: Algorithm, task: Task) -> None:
@@ -182,15 +187,13 @@ def _an_absent_client_keeps_what_belongs_to_its_own_point(algorithm: Algorithm, 
     if type(algorithm).estimates is Algorithm.estimates:
         return
     algorithm = dataclasses.replace(algorithm, local_steps=1)
-    task = dataclasses.replace(task, data=_alike(task), local_steps=None)
-    plan, dropout = make_plan(algorithm, task, evaluate_every=None, **_participation(task))
-    key = as_key(0)
-    run = engine.start(algorithm, task, key, plan)
-    run = engine.advance(algorithm, task, key, run, 0, 3 * ROUNDS, dropout, plan)[0]
+    task = dataclasses.replace(task, data=_make_alike(task), local_steps=None)
+    run, _ = _run(algorithm, task, pieces=(3 * ROUNDS,))
+    key = jax.random.key(0)
 
     def gap(client: Any, position: Any) -> Any:
-        at_work = seated(task, alone()._replace(position=position), Call(key, 0, run.server, 1.0))
-        found = algorithm.estimates(task.problem, algorithm.begin(run.server, client), draws(task, at_work, 0))
+        at_work = make_client(task, only_client()._replace(position=position), Call(key, 0, run.server, 1.0))
+        found = algorithm.estimates(task.problem, algorithm.begin(run.server, client), make_draws(task, at_work, 0))
         relative = lambda a, b: jnp.max(jnp.abs(a - b)) / (1e-3 + jnp.max(jnp.abs(b)))
         return jnp.stack([jnp.where(there, relative(a, b), 0) for a, b, there in found]).max()
 
@@ -203,14 +206,14 @@ def _an_absent_client_keeps_what_belongs_to_its_own_point(algorithm: Algorithm, 
         )
 
 
-def _alike(task: Task) -> Any:
+def _make_alike(task: Task) -> Any:
     """The data with every client's first row in place of all its rows."""
     order = np.argsort(task.data.offsets, kind="stable")  # as rows lie in the pool
     first = np.repeat(np.asarray(task.data.offsets)[order], np.asarray(task.data.sizes)[order])
     return dataclasses.replace(task.data, columns=jax.tree.map(lambda a: np.asarray(a)[first], task.data.columns))
 
 
-def _spoilt(task: Task) -> Any:
+def _spoil(task: Task) -> Any:
     """The data with NaN in everything that client 0 holds."""
     start, size = int(task.data.offsets[0]), int(task.data.sizes[0])
 

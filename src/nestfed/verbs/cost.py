@@ -14,21 +14,32 @@ is a line of its own.
 import collections
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from nestfed.core.algorithm import Algorithm, Cohort
+from nestfed.core.jax_internals import drop_unused
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.engine.cohorts import CohortRule, chances_of
-from nestfed.engine.options import check_match, kind_of
-from nestfed.engine.steps import INITIALISE, Call, Exchange, Step, alone, as_float, run_round, seated, take_step
+from nestfed.engine.cohorts import chances_of, cohort_rule, expected_cohort
+from nestfed.engine.contract import Remembered, check_contract, check_match, kind_of
+from nestfed.engine.options import Changes, Options, make_options
+from nestfed.engine.steps import (
+    START,
+    Call,
+    Exchange,
+    as_float,
+    make_client,
+    no_notes,
+    only_client,
+    run_round,
+    take_step,
+)
 from nestfed.problems import ORACLE_KINDS
-from nestfed.uploads.privacy import CentralDP, Guarantee, Spending, Uploads, guarantee_of, transforms_of
+from nestfed.uploads.privacy import CentralDP, Guarantee, Spending, guarantee_of, transforms_of
 from nestfed.uploads.transforms import Transform, upload_bytes
 
 _DRAWS, _MEAN, _QUESTION, _GATHER, _ORACLE = (
@@ -79,44 +90,44 @@ class Cost:
         }
 
 
-_MEASURED: dict[Any, Cost] = {}
+_MEASURED = Remembered()
 
 
-def measure(algorithm: Algorithm, task: Task, *, cohort: float | None = None, uploads: Uploads = ()) -> Cost:
-    """The cost of this algorithm on this task, per client. `cohort` (the expected number of clients) matters for
-    gathers that send everybody's values, `uploads` (transforms of them, as in `simulate`) for what goes up.
+def measure(algorithm: Algorithm, task: Task, options: Options | None = None, **changes: Unpack[Changes]) -> Cost:
+    """The cost of this algorithm on this task, per client.
+
+    Of the options, `cohort` matters (the expected number of clients) for gathers that send everybody's values, and
+    `uploads` for what goes up.
     """
     check_match(algorithm, task)
-    transforms, size = transforms_of(uploads), task.clients if cohort is None else max(1, round(cohort))
+    chosen = make_options(options, changes)
+    expected, transforms = expected_cohort(chosen.cohort, task.clients), transforms_of(chosen.uploads)
+    size = task.clients if expected is None else max(1, round(expected))
     kind = kind_of(algorithm, task, transforms), size
-    if kind not in _MEASURED:  # tracing takes a while
-        _MEASURED[kind] = _measure(algorithm, task, size, transforms)
-    return _MEASURED[kind]
+    return _MEASURED.find(kind, lambda: _measure(algorithm, task, size, transforms))
 
 
 def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Transform, ...]) -> Cost:
-    seat, key = alone(), jax.random.key(0)
+    place, key, notes = only_client(), jax.random.key(0), no_notes(check_contract(algorithm, task))
 
     def start(key):
         call = Call(key, jnp.asarray(-1), None, jnp.ones(()))
-        return take_step(
-            algorithm, task, Step(INITIALISE, 0, True), None, seated(task, seat, call), call, _marked_exchange(size)
-        )
+        return take_step(algorithm, task, START, None, make_client(task, place, call), call, _mark_exchanges(size))[0]
 
     def one_round(size, key, server, client):
         call = Call(key, jnp.asarray(0), server, jnp.ones(()))
-        return run_round(algorithm, task, client, seat, call, _marked_exchange(size))[0]
+        return run_round(algorithm, task, client, place, call, _mark_exchanges(size), notes)[0]
 
     begun, state = jax.make_jaxpr(start, return_shape=True)(key)
     server, client = algorithm.split(state)
     name = type(algorithm).__name__
     broadcast = jax.tree.leaves(algorithm.part(server, "shared"))
-    of_round = lambda size: _ledger(
+    of_round = lambda size: _read_ledger(
         jax.make_jaxpr(functools.partial(one_round, size))(key, server, client), f"a round of {name}", transforms
     )
     ledger = of_round(size)
     return Cost(
-        start=_ledger(begun, f"{name}.init", transforms),
+        start=_read_ledger(begun, f"{name}.init", transforms),
         round=ledger,
         call_up_bytes=sum(a.size * a.dtype.itemsize for a in broadcast),
         cohort=size,
@@ -124,33 +135,40 @@ def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Tran
     )
 
 
-def spending(
+def find_spending(
     algorithm: Algorithm,
     task: Task,
-    uploads: Uploads,
+    options: Options | None = None,
     *,
-    cohort: CohortRule | None = None,
-    repeatable: bool = False,
+    weights: np.ndarray | None = None,
+    **changes: Unpack[Changes],
 ) -> Spending | None:
-    """What a run spends of privacy, if a guarantee is among the uploads."""
-    guarantee: Guarantee | None = guarantee_of(uploads)
+    """What a run spends of privacy, if a guarantee is among the uploads.
+
+    `weights` are those of several tasks that share the count, [tasks, clients]; None: the task's own.
+    """
+    chosen = make_options(options, changes)
+    guarantee: Guarantee | None = guarantee_of(chosen.uploads)
     if guarantee is None:
         return None
-    ledger = measure(algorithm, task, cohort=None if cohort is None else cohort.size)
-    spent = Spending(guarantee, ledger.start.exchanges, ledger.round.exchanges, task.clients, repeatable=repeatable)
-    if cohort is None or not isinstance(guarantee, CentralDP) or ledger.round.exchanges == 0:
+    weights = np.atleast_2d(np.asarray(task.weights if weights is None else weights))
+    rule = cohort_rule(chosen.cohort, chosen.sampling, weights)
+    ledger, repeatable = measure(algorithm, task, cohort=chosen.cohort), chosen.noise_seed is not None
+    exchanges = ledger.start.exchanges, ledger.round.exchanges
+    spent = Spending(guarantee, *exchanges, task.clients, repeatable=repeatable)
+    if rule is None or not isinstance(guarantee, CentralDP) or ledger.round.exchanges == 0:
         return spent
-    if cohort.random_size:
-        chance = float(np.max(chances_of(task.weights, cohort)))
-        return dataclasses.replace(spent, cohort=cohort.size, chance=chance)
+    if rule.random_size:
+        chance = max(float(np.max(np.asarray(chances_of(own, rule)))) for own in weights)
+        return dataclasses.replace(spent, cohort=rule.size, chance=chance)
     # Of a fixed number: that another client is there tells that one is not. The proof is for clients that are drawn
     # alike (with unequal weights the noise tells who took part) and that keep nothing from round to round.
-    alike = cohort.sampling == "uniform" and np.ptp(np.asarray(task.weights)) < 1e-12
+    alike = rule.sampling == "uniform" and np.ptp(weights, axis=1).max() < 1e-12
     stateless = "local" not in algorithm.kinds().values()
-    return dataclasses.replace(spent, cohort=cohort.size) if alike and stateless else spent
+    return dataclasses.replace(spent, cohort=rule.size) if alike and stateless else spent
 
 
-def _marked_exchange(size: int) -> Exchange:
+def _mark_exchanges(size: int) -> Exchange:
     """Exchanges that leave a mark in the program: its inputs are the question, its outputs the answer."""
 
     def fed_mean(tree):
@@ -171,11 +189,11 @@ def _marked_exchange(size: int) -> Exchange:
     return Exchange(lambda tree, treatment: mark(tree), gather)
 
 
-def _ledger(program: Any, where: str, uploads: tuple[Transform, ...]) -> Ledger:
+def _read_ledger(program: Any, where: str, uploads: tuple[Transform, ...]) -> Ledger:
     counts: collections.Counter[str] = collections.Counter()
     _count(program.jaxpr, 1, counts, where, uploads)
     # Draws that nothing uses cost nothing: the compiler drops them too.
-    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    live, _ = drop_unused(program.jaxpr)
     drawn: collections.Counter[str] = collections.Counter()
     _count(live, 1, drawn, where, uploads)
     calls = {name.removeprefix("call "): n for name, n in sorted(counts.items()) if name.startswith("call ")}

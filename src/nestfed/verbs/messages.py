@@ -15,33 +15,39 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nestfed.core.algorithm import Algorithm, Cohort, everything
+from nestfed.core.algorithm import Algorithm, Cohort, reply_with_all
 from nestfed.core.identity import identify
+from nestfed.core.jax_internals import NotCommonError, prove_common
 from nestfed.core.noise import check_secret, fresh_key, key_of_bytes, noise_key, repeatable_key
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array
 from nestfed.engine.cohorts import chances_of
-from nestfed.engine.options import as_key, check_match, check_positive, make_plan
+from nestfed.engine.contract import check_match
+from nestfed.engine.options import Changes, Options, as_key, make_options
+from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.engine.rounds import call_up
+from nestfed.engine.steps import START as FIRST_STEP
 from nestfed.engine.steps import (
-    INITIALISE,
     Ask,
     Call,
     Expected,
+    Notes,
     Step,
-    alone,
+    add_notes,
+    make_client,
+    make_shared_key,
+    only_client,
     replay,
-    seated,
-    shared_key,
     step_alone,
+    steps_of,
     take_step,
     treatment_of,
     weighted_mean,
@@ -67,32 +73,31 @@ class ProtocolError(UserError):
     """A message that does not fit what the receiver has seen so far."""
 
 
-def program_of(algorithm: Algorithm, round: int) -> list[tuple[int, bool]]:
-    """The steps of a round in order, as (phase, sync)."""
-    if round == START:
-        return [(INITIALISE, True)]
-    phases = enumerate(algorithm.schedule())
-    return [(phase, sync) for phase, (_, repeats, sync) in phases for _ in range(repeats)]
+def list_steps(algorithm: Algorithm, round: int) -> list[Step]:
+    """The steps of a round in order, or that of the start."""
+    return [FIRST_STEP] if round == START else steps_of(algorithm)
 
 
-@functools.partial(jax.jit, static_argnames=("phase", "sync"))
-def _attempt(algorithm: Algorithm, task: Task, phase: int, sync: bool, index, state, call: Call, answers):
-    """Run one step of the task's only client as far as the known answers allow: {"ask": leaves} or {"done": State}."""
-    seat = alone(jnp.asarray(task.data.ids)[0])
+@functools.partial(jax.jit, static_argnames=("step",))
+def _attempt(algorithm: Algorithm, task: Task, step: Step, index, state, call: Call, answers):
+    """Run one step of the task's only client as far as the known answers allow: {"ask": leaves}, or {"done": State,
+    "notes": what it noted}. `step` is static and has no index: that is a number."""
+    client = make_client(task, only_client(jnp.asarray(task.data.ids)[0]), call)
     try:
-        step = Step(phase, index, sync)
-        return {"done": take_step(algorithm, task, step, state, seated(task, seat, call), call, replay(answers))}
+        own = step._replace(index=index)
+        state, notes = take_step(algorithm, task, own, state, client, call, replay(answers))
+        return {"done": state, "notes": notes}
     except Ask as ask:
         return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
 
 
-def _template(algorithm: Algorithm, task: Task, key: Array) -> Any:
+def _find_shapes(algorithm: Algorithm, task: Task, key: Array) -> Any:
     """The shapes of State after init."""
     start = Call(key, jnp.asarray(START), None, jnp.ones(()))  # uploads change no shape
-    return jax.eval_shape(lambda: step_alone(algorithm, task, Step(INITIALISE, 0, True), start, None))
+    return jax.eval_shape(lambda: step_alone(algorithm, task, FIRST_STEP, start, None)[0])
 
 
-def _hidden(tree: Any) -> Any:
+def _hide(tree: Any) -> Any:
     """NaN in place of every number: for what this party must not know, or need."""
     nothing = lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype)
     return jax.tree.map(nothing, tree)
@@ -143,7 +148,7 @@ class Node:
                 self._noise = _NoiseBook(
                     check_secret(secret), self.store, identify((algorithm, task), "the algorithm and its task")
                 )
-        self._first = _template(algorithm, task, self.key)
+        self._first = _find_shapes(algorithm, task, self.key)
         self._structures: dict[bool, list[Any]] = {}
 
     def receive(self, ticket: Ticket) -> Leaves | None:
@@ -153,13 +158,14 @@ class Node:
             return None if self._numbers("asked")[2] else self.store["question"]
         ticket = ticket._replace(server=self._completed(ticket.server))
         reached, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
-        program = program_of(self.algorithm, ticket.round)
+        program = list_steps(self.algorithm, ticket.round)
         noise = self._test_noise
         if self._noise is not None and told is not None:
             noise = self._noise.key(told, state)
         call = self._call(ticket, noise)
         for index in range(reached, len(program)):
-            out = _attempt(self.algorithm, self.task, *program[index], index, state, call, answers)
+            step = program[index]._replace(index=None)
+            out = _attempt(self.algorithm, self.task, step, index, state, call, answers)
             if "ask" in out:
                 frame = [ticket.round, ticket.exchange + 1, index, len(answers)]
                 self.store["frame"] = [np.asarray(frame), *_host(jax.tree.leaves(state))]
@@ -167,6 +173,7 @@ class Node:
                     self.store[f"answer {number}"] = _host(answer)
                 return self._remember(ticket, _host(out["ask"]))
             state, answers = out["done"], []
+            self._note(ticket, index, out["notes"])
         _, client = self.algorithm.split(state)
         if "client" in self.store and self._numbers("client")[0] < ticket.round:
             self.store["client before"] = self.store["client"]
@@ -176,6 +183,20 @@ class Node:
     def client(self) -> Any:
         """The Local fields as they are now."""
         return self._local("client")
+
+    def noted(self) -> Notes:
+        """What the steps of the last round noted so far: [sum, number of notes] by name. It is sent to nobody."""
+        names = [name for name in self.store if name.startswith("noted ")]
+        return {name.removeprefix("noted "): jnp.asarray(self.store[name][0]) for name in names}
+
+    def _note(self, ticket: Ticket, index: int, notes: Notes) -> None:
+        if ticket.round == START:
+            return
+        if index == 0:
+            for name in self.noted():
+                del self.store[f"noted {name}"]
+        for name, value in add_notes(self.noted(), notes).items():
+            self.store[f"noted {name}"] = [np.asarray(value)]
 
     def _call(self, ticket: Ticket, noise: Array | None) -> Call:
         share = jnp.asarray(ticket.share, float)
@@ -217,11 +238,10 @@ class Node:
             call, state, structures = self._call(ticket, fresh_key()), None, []
             if not initial:
                 state = jax.eval_shape(lambda: self.algorithm.begin(ticket.server, self._local("client")))
-            for k, (phase, sync) in enumerate(program_of(self.algorithm, ticket.round)):
+            for step in list_steps(self.algorithm, ticket.round):
                 structures.append(jax.tree.structure(state))
-                state = jax.eval_shape(
-                    functools.partial(step_alone, self.algorithm, self.task, Step(phase, k, sync), call), state
-                )
+                alone = functools.partial(step_alone, self.algorithm, self.task, step, call)
+                state, _ = jax.eval_shape(alone, state)
             self._structures[initial] = structures
         return self._structures[initial][index]
 
@@ -234,7 +254,7 @@ class Node:
         if server is None:
             return None
         own = self.algorithm.part(self._first, "server")
-        return self.algorithm.State(*(_hidden(b) if a is None else a for a, b in zip(server, own, strict=True)))
+        return self.algorithm.State(*(_hide(b) if a is None else a for a, b in zip(server, own, strict=True)))
 
     def _remember(self, ticket: Ticket, question: Leaves | None) -> Leaves | None:
         self.store["asked"] = [np.asarray([ticket.round, ticket.exchange, int(question is None)])]
@@ -360,48 +380,47 @@ class Server:
         answering = dict(send({i: ticket(i, 0, None) for i in weights}))
         log: list[list[Leaves]] = []
         exchange, all_finite = 0, True
-        for index, (phase, sync) in enumerate(program_of(self.algorithm, round)):
+        for step in list_steps(self.algorithm, round):
             known: list[Leaves] = []
-            while "ask" in self._shape_of(phase, sync, index, state, call, known):
+            while "ask" in self._try_step(step, state, call, known):
                 if not answering and expected is None:
                     return server
                 exchange += 1
                 all_finite &= all(np.isfinite(a).all() for answer in answering.values() for a in answer or [])
-                common, replies = self._answer(phase, sync, index, state, call, known, answering, weights)
+                common, replies = self._answer(step, state, call, known, answering, weights)
                 known.append(common)
                 answering = dict(send({i: ticket(i, exchange, reply) for i, reply in replies.items()}))
             log.append(known)
-            state = self._shape_of(phase, sync, index, state, call, known)["done"]
+            state = self._try_step(step, state, call, known)["done"]
         return self._shared(round, server, call, log, all_finite)
 
-    def _shape_of(self, phase: int, sync: bool, index: int, state: Any, call: Call, known: list[Leaves]) -> Any:
-        attempt = functools.partial(_attempt, phase=phase, sync=sync)
+    def _try_step(self, step: Step, state: Any, call: Call, known: list[Leaves]) -> Any:
+        """The shapes of what comes out of a step with these answers."""
+        attempt = functools.partial(_attempt, step=step._replace(index=None))
         return jax.eval_shape(
             lambda *args: attempt(args[0], args[1], index=args[2], state=args[3], call=args[4], answers=args[5]),
             self.algorithm,
             self.task,
-            jnp.asarray(index),
+            jnp.asarray(step.index),
             state,
             call,
             known,
         )
 
-    def _answer(self, phase, sync, index, state, call, known, answering, weights) -> tuple[Leaves, dict[int, Leaves]]:
+    def _answer(self, step, state, call, known, answering, weights) -> tuple[Leaves, dict[int, Leaves]]:
         """(what the server itself learns from an exchange, the answer to each client)."""
         present = sorted(answering)
         values = [np.stack(leaves) for leaves in zip(*(answering[i] for i in present), strict=True)]
         ids, of_means = present, [weights[i] for i in present]
         if not present:  # somebody of weight zero in place of nobody: arrays have a length
-            asked = self._shape_of(phase, sync, index, state, call, known)["ask"]
+            asked = self._try_step(step, state, call, known)["ask"]
             values, ids, of_means = [np.zeros((1, *a.shape), a.dtype) for a in asked], [0], [0.0]
-        state = _hidden(state)
-        common, replies = _server_answer(
+        common, replies = _answer_clients(
             self.algorithm,
             self.task,
-            phase,
-            sync,
-            jnp.asarray(index),
-            state,
+            step._replace(index=None),
+            jnp.asarray(step.index),
+            _hide(state),
             call,
             known,
             values,
@@ -414,11 +433,11 @@ class Server:
         return common, {i: _host(leaf[slot] for leaf in replies) for slot, i in enumerate(present)}
 
     def _hidden_client(self) -> Any:
-        return _hidden(self.algorithm.split(_template(self.algorithm, self.task, self.key))[1])
+        return _hide(self.algorithm.split(_find_shapes(self.algorithm, self.task, self.key))[1])
 
     def _shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]], all_finite: bool) -> Any:
-        steps = tuple(program_of(self.algorithm, round))
-        new = _server_replay(self.algorithm, self.task, steps, server, self._hidden_client(), call, log)
+        steps = tuple(list_steps(self.algorithm, round))
+        new = _replay_round(self.algorithm, self.task, steps, server, self._hidden_client(), call, log)
         spoilt = [
             name
             for name, value in zip(new._fields, new, strict=True)
@@ -433,35 +452,26 @@ class Server:
         return new
 
 
-@functools.partial(jax.jit, static_argnames=("phase", "sync"))
-def _server_answer(algorithm, task, phase, sync, index, state, call, known, values, ids, weights):
+@functools.partial(jax.jit, static_argnames=("step",))
+def _answer_clients(algorithm, task, step: Step, index, state, call, known, values, ids, weights):
     """(common answer, one answer per client or None) to the question that this step asks next."""
-    seat = alone()
+    client = make_client(task, only_client(), call)
     try:
-        take_step(
-            algorithm,
-            task,
-            Step(phase, index, sync),
-            state,
-            seated(task, seat, call),
-            call,
-            replay(known),
-        )
+        take_step(algorithm, task, step._replace(index=index), state, client, call, replay(known))
     except Ask as ask:
         reply, tree = ask.reply, jax.tree.unflatten(jax.tree.structure(ask.tree), values)
         if reply is None:
             treatment = treatment_of(call, index, len(known))
             return jax.tree.leaves(weighted_mean(tree, weights, treatment, call.expected)), None
-        if reply is everything:
+        if reply is reply_with_all:
             return values, None
-        key, cohort = shared_key(call, index), Cohort(ids, weights)
+        key, cohort = make_shared_key(call, index), Cohort(ids, weights)
         one, slots = lambda slot: reply(tree, cohort, slot, key), jnp.arange(ids.size)
         try:  # JAX proves that the reply is the same for everybody: then the server knows it too
-            return jax.tree.leaves(jax.vmap(one, out_axes=None)(slots)), None
-        except ValueError as error:
-            if "out_axes" not in str(error):
-                raise
-        replies = jax.vmap(one)(slots)
+            with prove_common():
+                return jax.tree.leaves(jax.vmap(one, out_axes=None)(slots)), None
+        except NotCommonError:
+            replies = jax.vmap(one)(slots)
         # Each reply is one client's own: the server's replay must do without it.
         unknown = jax.tree.map(lambda a: jnp.full(a.shape[1:], jnp.nan, a.dtype), replies)
         return jax.tree.leaves(unknown), jax.tree.leaves(replies)
@@ -469,30 +479,31 @@ def _server_answer(algorithm, task, phase, sync, index, state, call, known, valu
 
 
 @functools.partial(jax.jit, static_argnames=("steps",))
-def _server_replay(algorithm, task, steps, server, client, call, log):
+def _replay_round(algorithm, task, steps: tuple[Step, ...], server, client, call, log):
     """The Shared fields after a round, from the answers alone. XLA drops the gradients: nobody asks for them."""
     state = None if server is None else algorithm.begin(server, client)
-    for index, ((phase, sync), answers) in enumerate(zip(steps, log, strict=True)):
-        state = _attempt(algorithm, task, phase, sync, index, state, call, answers)["done"]
+    for step, answers in zip(steps, log, strict=True):
+        state = _attempt(algorithm, task, step._replace(index=None), step.index, state, call, answers)["done"]
     return algorithm.split(state)[0]
 
 
+class Deployment(NamedTuple):
+    """Where a deployment in one process ended."""
+
+    server: Any
+    clients: Any
+    noted: dict[str, np.ndarray]  # [rounds, (sum, number of notes)] by name, of those who took part
+
+
 def deploy(
-    algorithm: Algorithm,
-    task: Task,
-    seed: Any = 0,
-    *,
-    rounds: int,
-    cohort: int | float | None = None,
-    sampling: str = "weights",
-    dropout: float = 0.0,
-    uploads: Uploads = (),
-    noise_seed: int | None = None,
-) -> tuple[Any, Any]:
-    """All nodes and the server in this process: (server, clients) as `simulate` has them."""
-    plan, rate = make_plan(algorithm, task, cohort=cohort, sampling=sampling, dropout=dropout, uploads=uploads)
-    check_positive("rounds", rounds)
-    key = as_key(seed)
+    algorithm: Algorithm, task: Task, seed: Any = 0, options: Options | None = None, **changes: Unpack[Changes]
+) -> Deployment:
+    """All nodes and the server in this process; server and clients as `simulate` has them.
+
+    Of the options, those of a round matter: rounds, cohort, sampling, dropout, uploads, noise_seed.
+    """
+    chosen = make_options(options, changes)
+    plan, inputs = make_plan(algorithm, task, chosen), make_inputs(algorithm, task, seed, chosen)
     ids, weight_of = np.asarray(task.data.ids).tolist(), np.asarray(task.weights).tolist()
     own = lambda position, a: None if a is None else np.asarray(a)[position : position + 1]
     nodes = {
@@ -500,23 +511,26 @@ def deploy(
             algorithm,
             dataclasses.replace(task, data=task.data.only(p), weights=np.ones(1), local_steps=own(p, task.local_steps)),
             seed,
-            uploads=uploads,
+            uploads=chosen.uploads,
             secret=secrets.token_bytes(32),
-            noise_seed=noise_seed,
+            noise_seed=chosen.noise_seed,
         )
         for p, client in enumerate(ids)
     }
     send = lambda tickets: {client: nodes[client].receive(ticket) for client, ticket in tickets.items()}
-    central = Server(algorithm, task, seed, uploads=uploads, noise_seed=noise_seed)
+    central = Server(algorithm, task, seed, uploads=chosen.uploads, noise_seed=chosen.noise_seed)
     server = central.serve(START, None, dict(zip(ids, weight_of, strict=True)), 1.0, send)
-    chances, noise = chances_of(task.weights, plan.cohort), noise_key(noise_seed, key)
-    for round in range(rounds):
-        seats, call = call_up(task, key, server, jnp.asarray(round), chances, rate, plan, central.uploads, noise)
-        present = [
-            (int(i), float(w), float(c)) for i, w, c in zip(seats.id, seats.weight, seats.chance, strict=True) if w > 0
-        ]
-        weights, shares = {i: w for i, w, _ in present}, {i: c * float(call.whole) for i, _, c in present}
+    chances, noted = chances_of(task.weights, plan.cohort), []
+    for round in range(chosen.need_rounds()):
+        participants, call = call_up(inputs, server, jnp.asarray(round), chances, plan)
+        columns = zip(participants.id, participants.weight, participants.chance, strict=True)
+        present = [(int(i), float(weight), float(chance)) for i, weight, chance in columns if weight > 0]
+        weights = {i: weight for i, weight, _ in present}
+        shares = {i: chance * float(call.whole) for i, _, chance in present}
         if weights or call.expected is not None:
             server = central.serve(round, server, weights, shares, send, call.expected)
-    clients = [nodes[client].client() for client in ids]
-    return server, jax.tree.map(lambda *a: jnp.stack(a), *clients)
+        noted.append(functools.reduce(add_notes, [nodes[i].noted() for i in weights], {}))
+    clients = jax.tree.map(lambda *a: jnp.stack(a), *(nodes[client].client() for client in ids))
+    names = sorted({name for notes in noted for name in notes})
+    kept = {name: np.stack([np.asarray(notes.get(name, np.zeros(2))) for notes in noted]) for name in names}
+    return Deployment(server, clients, kept)

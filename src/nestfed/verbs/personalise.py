@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nestfed.algorithms.personal_method import clipped
+from nestfed.algorithms.personal_method import clip_together
 from nestfed.core.algorithm import Algorithm, Sample
 from nestfed.core.randomness import fold_pair
 from nestfed.core.rows import ClientRows, Rows
@@ -55,9 +55,9 @@ def fine_tuned(
         batch = problem.sample(rows, fold_pair(key, j, 0), batch_size)
         sample = Sample(batch, fold_pair(key, j, 1))
         if what == "head":
-            (change,), _ = clipped((problem.grad_head(u, v, sample),), clip)
+            (change,), _ = clip_together((problem.grad_head(u, v, sample),), clip)
             return u, v - lr * change
-        (change_u, change_v), _ = clipped(problem.gradients(u, v, sample), clip)
+        (change_u, change_v), _ = clip_together(problem.gradients(u, v, sample), clip)
         return u - lr * change_u, v - lr * change_v
 
     return lax.fori_loop(0, steps, step, (u, v))
@@ -80,7 +80,9 @@ class PersonalTask(Task):
     representation_norm                 mean |phi|: a distance of representations also falls if these shrink
     representation_distance             H, as a mean over rows, and
     center_distance                     |u_k - u_0|, where there is a common extractor u_0
-    clipped_share, server_clipped_share the part of local gradients, and of the server's means, that was shortened
+
+    The methods note besides: clipped_share and server_clipped_share, the part of local gradients, and of the server's
+    means, that was shortened.
     """
 
     test: Rows | None = None
@@ -121,7 +123,7 @@ class PersonalTask(Task):
             for part, rows in parts.items():
                 own |= self._worth(f"tuned_{part}", *tuned, rows, fed.key)
         own |= self._inside(server, client, u, data, fed.key)
-        return self._summary(fed.gather(own)) | self._server_clips(server)
+        return self._summary(fed.gather(own))
 
     def _worth(self, part: str, u: Array, v: Array, rows: ClientRows, key: Array) -> dict[str, Array]:
         """Loss and accuracy of a model on these rows."""
@@ -155,13 +157,7 @@ class PersonalTask(Task):
         values = rows.pass_over(of_block, rows_at_once=self.rows_at_once)
         if center is not None:
             values["center_distance"] = jnp.linalg.norm(u - center)
-        if getattr(client, "clips", None) is not None:
-            values["clipped_share"] = _share(client.clips)
         return values
-
-    def _server_clips(self, server: Any) -> dict[str, Array]:
-        clips = getattr(server, "server_clips", None)
-        return {} if clips is None else {"server_clipped_share": _share(clips)}
 
     def _summary(self, everyone: dict[str, Array]) -> dict[str, Array]:
         summary = {}
@@ -177,11 +173,6 @@ class PersonalTask(Task):
 def _mean(values: Array, weights: Array | None) -> Array:
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     return jnp.mean(values) if weights is None else jnp.vdot(weights.astype(values.dtype), values)
-
-
-def _share(counts: Array) -> Array:
-    """The share of an event, from (how often it happened, how often it could have)."""
-    return counts[0] / jnp.maximum(counts[1], 1)
 
 
 def spread(values: Array, present: Array) -> dict[str, Array]:

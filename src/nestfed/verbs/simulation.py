@@ -1,8 +1,8 @@
 """Simulation: whole runs on one machine.
 
 start, advance      the bare state machine: a `Run`, and one program that carries it over some rounds
+evaluate            the metrics of a run as it is
 simulate            one run to its end: progress, checkpoints, divergence, history
-sweep (sweep.py)    many settings x many seeds side by side in one program
 """
 
 import dataclasses
@@ -10,30 +10,26 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nestfed.core.algorithm import Algorithm
-from nestfed.core.noise import noise_key
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
-from nestfed.engine import cohorts
-from nestfed.engine import rounds as engine
-from nestfed.engine.cohorts import chances_of
-from nestfed.engine.options import as_key, check_positive, check_select, make_plan
-from nestfed.engine.rounds import Plan, Run, begin_all, call_up, collective, finite
-from nestfed.engine.steps import Exchange, Step, seated, take_step
+from nestfed.core.types import PyTree
+from nestfed.engine import cohorts, rounds
+from nestfed.engine.options import Changes, Options, make_options
+from nestfed.engine.planning import make_inputs, make_plan
+from nestfed.engine.rounds import Plan, Run, begin_all, call_up, is_finite, make_collective
+from nestfed.engine.steps import Call, Exchange, Inputs, Step, make_client, steps_of, take_step
 from nestfed.uploads import privacy
-from nestfed.uploads.privacy import Spending, Uploads
-from nestfed.uploads.transforms import Transform, columns
+from nestfed.uploads.privacy import Spending
 from nestfed.verbs import checkpoints, cost
-from nestfed.verbs.history import History, rise_of
+from nestfed.verbs.history import History, check_select, rise_of
 from nestfed.verbs.progress import Progress
 
 
@@ -46,7 +42,8 @@ class Result:
     run: Run
     history: dict[str, np.ndarray]  # "round" and the metrics, one entry per evaluation; round 0 is the start
     participants: np.ndarray  # clients that took part, one entry per round
-    notes: tuple[str, ...] = ()  # what a reader of the numbers must know
+    noted: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # by name: [rounds, (sum, number of notes)]
+    remarks: tuple[str, ...] = ()  # what a reader of the numbers must know
     spending: Spending | None = None  # of privacy, where `uploads` has a guarantee
 
     @property
@@ -98,12 +95,12 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
 
 
-def start(algorithm: Algorithm, task: Task, seed: Any = 0, *, noise_seed: int | None = None, **options: Any) -> Run:
-    """The run before its first round. Options are those of `simulate` that shape the state."""
-    plan, _ = make_plan(algorithm, task, **options)
-    uploads = privacy.transforms_of(options.get("uploads", ()))
-    key = as_key(seed)
-    return engine.start(algorithm, task, key, plan, uploads, noise_key(noise_seed, key))
+def start(
+    algorithm: Algorithm, task: Task, seed: Any = 0, options: Options | None = None, **changes: Unpack[Changes]
+) -> Run:
+    """The run before its first round."""
+    chosen = make_options(options, changes)
+    return rounds.start(make_inputs(algorithm, task, seed, chosen), make_plan(algorithm, task, chosen))
 
 
 def advance(
@@ -111,262 +108,170 @@ def advance(
     task: Task,
     seed: Any,
     run: Run,
-    *,
-    rounds: int,
-    dropout: float = 0.0,
-    noise_seed: int | None = None,
-    **options: Any,
+    options: Options | None = None,
+    **changes: Unpack[Changes],
 ) -> tuple[Run, dict[str, np.ndarray]]:
-    """Carry a run over some rounds: (run, history of these rounds). Cutting a run into pieces changes no number (but
-    noise of uploads, unless it has a noise_seed).
+    """Carry a run over `rounds` more rounds: (run, history of these rounds). Cutting a run into pieces changes no
+    number (but noise of uploads, unless it has a noise_seed).
 
     A run that diverges stops there: `run.diverged` is then the round, and the state is the last finite one.
     """
-    plan, rate = make_plan(algorithm, task, dropout=dropout, **options)
-    check_positive("rounds", rounds)
-    uploads = privacy.transforms_of(options.get("uploads", ()))
-    key, history, end = as_key(seed), History(), int(run.round) + rounds
-    noise = noise_key(noise_seed, key)
+    chosen = make_options(options, changes)
+    plan, inputs = make_plan(algorithm, task, chosen), make_inputs(algorithm, task, seed, chosen)
+    history, end = History(first=int(run.round)), int(run.round) + chosen.need_rounds()
     while int(run.round) < end and int(run.diverged) < 0:
         first = int(run.round)
-        length = min(end - first, engine.CAPACITY)
-        run, rows = engine.advance(algorithm, task, key, run, first, length, rate, plan, uploads, noise)
+        run, rows = rounds.advance(inputs, run, first, min(end - first, rounds.CAPACITY), plan)
         history.extend(rows, first, int(run.round) - first, plan.evaluate_every)
     return run, history.arrays()
 
 
-def evaluate(algorithm: Algorithm, task: Task, run: Run, seed: Any = 0, **options: Any) -> dict[str, np.ndarray]:
+def evaluate(
+    algorithm: Algorithm,
+    task: Task,
+    run: Run,
+    seed: Any = 0,
+    options: Options | None = None,
+    **changes: Unpack[Changes],
+) -> dict[str, np.ndarray]:
     """The metrics of a run as it is now."""
-    plan, _ = make_plan(algorithm, task, **options)
-    return {name: np.asarray(v) for name, v in engine.evaluate(algorithm, task, as_key(seed), run, plan).items()}
+    chosen = make_options(options, changes)
+    values = rounds.evaluate(make_inputs(algorithm, task, seed, chosen), run, make_plan(algorithm, task, chosen))
+    return {name: np.asarray(v) for name, v in values.items()}
 
 
 def simulate(
-    algorithm: Algorithm,
-    task: Task,
-    seed: Any = 0,
-    *,
-    rounds: int,
-    cohort: int | float | None = None,
-    sampling: str = "weights",
-    dropout: float = 0.0,
-    evaluate_every: int | None = 1,
-    metrics: Callable | None = None,
-    output: str = "last",
-    select: str | None = None,
-    unsynced: bool = False,
-    client_axis: str = "auto",
-    client_chunk: int | None = None,
-    uploads: Uploads = (),
-    noise_seed: int | None = None,
-    checkpoint: str | Path | None = None,
-    checkpoint_every: int | None = None,
-    resume: bool = False,
-    progress: bool | None = None,
-    title: str | None = None,
+    algorithm: Algorithm, task: Task, seed: Any = 0, options: Options | None = None, **changes: Unpack[Changes]
 ) -> Result:
-    """Run an algorithm on a task.
-
-    seed              a whole number, or a JAX key
-    cohort            clients per round: a number, a fraction (0.1), or None for all
-    sampling          how they are drawn: "weights" (a client's chance goes with its weight, so that the stated problem
-                      is solved), "uniform" (all alike; with unequal weights that is another problem), or "poisson"
-                      (each by a coin of its own: `cohort` is the expected number). See `nestfed.cohorts`
-    dropout           probability that a chosen client fails to take part in a round
-    evaluate_every    rounds between two evaluations, or None; the start and the end are always evaluated
-    metrics           more metrics: a client program (task, server, client, data, fed) -> dict (see `diagnostics`)
-    output            which iterate `Result.output` is: "last", "average", "random", or "best" by the metric `select`
-                      (smallest value; use one computed on validation data)
-    unsynced          keep each client's state before the last step of its round, for diagnostics of client drift
-    client_axis       "vmap" (clients side by side), "map" (client after client, `client_chunk` at a time), or "auto"
-    uploads           what happens to uploads on their way (`privacy`): transforms, or a guarantee such as LocalDP.
-                      With noise the history has `signal_to_noise` (norm of the mean of the uploads / norm of the noise
-                      in it), with a clip `clipped_uploads`, with a guarantee `epsilon`; a run ends before a round that
-                      would exceed the guarantee's budget, and says so in `Result.notes`
-    noise_seed        None: noise comes from the operating system's entropy, and no two runs share it. A whole number
-                      makes it repeatable, for tests: it then protects nobody, and the result says so
-    checkpoint        a file that holds the run from time to time (or every `checkpoint_every` rounds), at the end, and
-                      when the run is interrupted or diverges; `resume=True` goes on from it, bit for bit
-    progress          show a progress bar; None: if standard error is a terminal; `title` stands beside it
+    """Run an algorithm on a task, with the options of `nestfed.Options`; `seed` is a whole number or a JAX key.
 
     Raises Diverged when a value becomes non-finite, with the last finite state.
     """
-    plan, rate = make_plan(
-        algorithm,
-        task,
-        cohort=cohort,
-        sampling=sampling,
-        dropout=dropout,
-        evaluate_every=evaluate_every,
-        metrics=metrics,
-        output=output,
-        select=select,
-        unsynced=unsynced,
-        client_axis=client_axis,
-        client_chunk=client_chunk,
-        uploads=uploads,
-    )
-    check_positive("rounds", rounds)
-    key, repeatable = as_key(seed), noise_seed is not None
-    spending = cost.spending(algorithm, task, uploads, cohort=plan.cohort, repeatable=repeatable)
-    if checkpoint_every is not None:
-        check_positive("checkpoint_every", checkpoint_every)
-        if checkpoint is None:
-            raise UserError("checkpoint_every was given without checkpoint; give the path of a file.")
+    chosen = make_options(options, changes)
+    chosen.need_rounds()
+    plan = make_plan(algorithm, task, chosen)
+    spending = cost.find_spending(algorithm, task, chosen)
     # On the device once: NumPy arrays would be copied there for every piece of the run.
-    task = jax.device_put(task)
-    work = _Work(
-        algorithm,
-        task,
-        key,
-        plan,
-        rate,
-        None if checkpoint is None else Path(checkpoint),
-        privacy.transforms_of(uploads),
-        noise_key(noise_seed, key),
-        repeatable,
-        spending,
-        rounds,
-    )
+    inputs = make_inputs(algorithm, jax.device_put(task), seed, chosen)
+    work = _Work(inputs, plan, chosen, spending)
     with _Interrupts() as interrupts:
-        work.begin(resume=resume, dropout=dropout)
-        with Progress(title or type(algorithm).__name__, rounds, work.done, progress) as bar:
-            work.go_on(checkpoint_every, bar, interrupts)
+        work.begin()
+        with Progress(chosen.title or type(algorithm).__name__, work.rounds, work.done, chosen.progress) as bar:
+            work.go_on(bar, interrupts)
     return work.result()
 
 
 class _Work:
     """A run on its way: its state and history, and the file that holds them from time to time."""
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        task: Task,
-        key: Array,
-        plan: Plan,
-        dropout: Array,
-        path: Path | None,
-        uploads: tuple[Transform, ...],
-        noise: Array,
-        repeatable: bool,
-        spending: Spending | None,
-        rounds: int,
-    ):
-        self.algorithm, self.task, self.key, self.plan, self.dropout, self.path = (
-            algorithm,
-            task,
-            key,
-            plan,
-            dropout,
-            path,
-        )
-        self.uploads, self.noise, self.repeatable = uploads, noise, repeatable and any(t.noisy for t in uploads)
-        self.spending, self.rounds = spending, rounds
-        self.end = rounds if spending is None else spending.rounds_within(rounds)
-        self.recorded = dict.fromkeys(columns(uploads), np.nan)  # about the uploads of the last round
+    run: Run
+
+    def __init__(self, inputs: Inputs, plan: Plan, options: Options, spending: Spending | None):
+        self.inputs, self.plan, self.options, self.spending = inputs, plan, options, spending
+        self.rounds = options.need_rounds()
+        self.end = self.rounds if spending is None else spending.rounds_within(self.rounds)
         self.identity: dict[str, str] = {}
-        self.run: Run
         self.history = History()
 
     @property
     def done(self) -> int:
         return int(self.run.round)
 
-    def spent(self, round: int) -> dict[str, float]:
-        """Of privacy, up to a round."""
+    def measure_epsilon(self, round: int) -> dict[str, float]:
+        """What is spent of privacy after so many rounds, where anything is."""
         return {} if self.spending is None else {privacy.EPSILON: self.spending.epsilon(round)}
 
-    def begin(self, *, resume: bool, dropout: float) -> None:
+    def begin(self) -> None:
         """From the checkpoint, or from the start."""
-        rounds = self.rounds
-        inputs, plan = (self.algorithm, self.task, self.key), self.plan
-        if self.path:
-            shaping = {
-                name: getattr(plan, name) for name in ("cohort", "evaluate_every", "output", "select", "unsynced")
-            }
-            shaping |= {"uploads": self.uploads} if self.uploads else {}
-            self.identity = checkpoints.identity(*inputs, metrics=plan.metrics, dropout=dropout, **shaping)
-            if self.path.exists() and not resume:
+        inputs, plan, path = self.inputs, self.plan, self.options.file
+        if path:
+            self.identity = checkpoints.identify_run(inputs, self.options)
+            if path.exists() and not self.options.resume:
                 raise checkpoints.CheckpointError(
-                    f"{self.path} exists. Give resume=True to go on from it, or another path; it was left as it is."
+                    f"{path} exists. Give resume=True to go on from it, or another path; it was left as it is."
                 )
-        if self.path and self.path.exists():
-            like = jax.eval_shape(lambda: engine.start(*inputs, plan, self.uploads, self.noise))
-            self.run, log = checkpoints.load(self.path, self.identity, like)
+        if path and path.exists():
+            like = jax.eval_shape(lambda: rounds.start(inputs, plan))
+            self.run, log = checkpoints.load(path, self.identity, like)
             self.history = History.restored(log)
-            if self.done > rounds:
+            if self.done > self.rounds:
                 raise checkpoints.CheckpointError(
-                    f"{self.path} has done {self.done} rounds already, more than rounds={rounds}; it was left as it is."
+                    f"{path} has done {self.done} rounds already, more than rounds={self.rounds}; it was left as it is."
                 )
         else:
-            self.run = engine.start(*inputs, plan, self.uploads, self.noise)
+            self.run = rounds.start(inputs, plan)
             self.check_divergence()
-            self.history.add(0, engine.evaluate(*inputs, self.run, plan) | self.recorded | self.spent(0))
+            self.evaluate_now()
         check_select(plan.select, self.history.latest())
 
-    def go_on(self, checkpoint_every: int | None, bar: Progress, interrupts: "_Interrupts") -> None:
+    def evaluate_now(self) -> None:
+        self.history.add(self.done, rounds.evaluate(self.inputs, self.run, self.plan) | self.measure_epsilon(self.done))
+
+    def go_on(self, bar: Progress, interrupts: "_Interrupts") -> None:
         """In pieces to the end, or to where the privacy budget is spent. A piece takes about half a second: a lively
         bar, and a prompt Ctrl-C."""
-        rounds = self.end
+        every = self.options.checkpoint_every
         piece, saved_at = 1, time.monotonic()
-        while self.done < rounds:
+        while self.done < self.end:
             first = self.done
-            length = min(piece, engine.CAPACITY, rounds - first)
-            if checkpoint_every:
-                length = min(length, checkpoint_every - first % checkpoint_every)
+            length = min(piece, rounds.CAPACITY, self.end - first)
+            if every:
+                length = min(length, every - first % every)
             began = time.monotonic()
-            self.run, rows = jax.block_until_ready(
-                engine.advance(
-                    self.algorithm, self.task, self.key, self.run, first, length, self.dropout, self.plan, self.uploads,
-                    self.noise,
-                )
-            )  # fmt: skip
+            self.run, rows = jax.block_until_ready(rounds.advance(self.inputs, self.run, first, length, self.plan))
             speed = length / max(time.monotonic() - began, 1e-9)
             piece = max(1, min(4 * piece, int(speed * 0.5)))
-            self.history.extend(rows, first, self.done - first, self.plan.evaluate_every, self.spent)
+            self.history.extend(rows, first, self.done - first, self.plan.evaluate_every, self.measure_epsilon)
             self.check_divergence()
-            self.recorded = {name: np.asarray(rows[name])[length - 1] for name in self.recorded}
-            bar.update(self.done, speed, self.history.latest() | self.spent(self.done))
-            due = self.done % checkpoint_every == 0 if checkpoint_every else time.monotonic() - saved_at > 30
+            bar.update(self.done, speed, self.history.latest() | self.measure_epsilon(self.done))
+            due = self.done % every == 0 if every else time.monotonic() - saved_at > 30
             if interrupts.pending:
                 self.save()
-                kept = f" {self.path} holds it: go on with resume=True." if self.path else ""
-                raise Interrupted(f"interrupted after round {self.done} of {rounds}.{kept}", self.result())
-            if due and self.done < rounds:
+                path = self.options.file
+                kept = f" {path} holds it: go on with resume=True." if path else ""
+                raise Interrupted(f"interrupted after round {self.done} of {self.rounds}.{kept}", self.result())
+            if due and self.done < self.end:
                 self.save()
                 saved_at = time.monotonic()
         if not self.history.has(self.done):
-            values = engine.evaluate(self.algorithm, self.task, self.key, self.run, self.plan)
-            self.history.add(self.done, values | self.recorded | self.spent(self.done))
+            self.evaluate_now()
         self.save()
 
     def check_divergence(self) -> None:
         if int(self.run.diverged) >= 0:
             if self.done:
                 self.save()
-            message, round, field, client = _diagnosis(
-                self.algorithm, self.task, self.key, self.run, self.dropout, self.plan, self.uploads, self.noise
-            )
-            kept = f" The last finite state is in {self.path}." if self.path and self.done else ""
+            message, round, field, client = _find_cause(self.inputs, self.run, self.plan)
+            kept = f" The last finite state is in {self.options.file}." if self.options.file and self.done else ""
             raise Diverged(message + kept, self.result(), round=round, field=field, client=client)
 
     def save(self) -> None:
-        if self.path:
-            checkpoints.save(self.path, self.identity, self.run, self.history.arrays())
+        if self.options.file:
+            checkpoints.save(self.options.file, self.identity, self.run, self.history.arrays())
 
     def result(self) -> Result:
-        history = self.history.evaluations()
-        few = self.plan.cohort is not None or self.plan.dropout
-        notes = cohorts.remarks(np.asarray(self.task.weights), self.plan.cohort, self.plan.dropout)
-        if few and self.algorithm.few_clients is not None:
-            notes += (f"only some clients take part in a round, and {self.algorithm.few_clients}",)
-        notes += privacy.remarks(history, self.spending, self.rounds)
-        rise = rise_of(history, self.task.minimised, self.plan.output)
-        notes += () if rise is None else (rise.remark,)
-        if self.repeatable:
-            notes += ("the noise was drawn from noise_seed, which is for tests: it protects nobody.",)
-        participants = self.history.participants()
-        return Result(self.algorithm, self.task, self.run, history, participants, notes, self.spending)
+        history, algorithm, task = self.history.evaluations(), self.inputs.algorithm, self.inputs.task
+        return Result(
+            algorithm,
+            task,
+            self.run,
+            history,
+            self.history.participants(),
+            self.history.noted(),
+            self.find_remarks(history),
+            self.spending,
+        )
+
+    def find_remarks(self, history: dict[str, np.ndarray]) -> tuple[str, ...]:
+        algorithm, task, plan = self.inputs.algorithm, self.inputs.task, self.plan
+        remarks = list(cohorts.find_remarks(np.asarray(task.weights), plan.cohort, plan.dropout))
+        if (plan.cohort is not None or plan.dropout) and algorithm.few_clients is not None:
+            remarks.append(f"only some clients take part in a round, and {algorithm.few_clients}")
+        remarks += privacy.find_remarks(history, self.spending, self.rounds)
+        if self.options.noise_seed is not None and any(t.noisy for t in self.inputs.uploads):
+            remarks.append("the noise was drawn from noise_seed, which is for tests: it protects nobody.")
+        rise = rise_of(history, task.minimised, plan.output)
+        return (*remarks, *(() if rise is None else (rise.remark,)))
 
 
 class _Interrupts:
@@ -380,12 +285,12 @@ class _Interrupts:
             self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
-    def _note(self, *_: Any) -> None:
+    def _note(self, signal: int, frame: FrameType | None) -> None:
         if self.pending:
             raise KeyboardInterrupt
         self.pending = True
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._main:
             signal.signal(signal.SIGINT, self._before)
 
@@ -393,51 +298,38 @@ class _Interrupts:
 # ------------------------------------------------------------------------------------------------- divergence
 
 
-def _diagnosis(
-    algorithm: Algorithm,
-    task: Task,
-    key: Array,
-    run: Run,
-    dropout: Array,
-    plan: Plan,
-    uploads: tuple[Transform, ...],
-    noise: Array,
-) -> tuple[str, int, str, int | None]:
+def _find_cause(inputs: Inputs, run: Run, plan: Plan) -> tuple[str, int, str, int | None]:
     """(message, round, field, client): repeat the failed round step by step from the last finite state, to say what
     went wrong first, and at whom."""
+    algorithm, task = inputs.algorithm, inputs.task
     name, round = type(algorithm).__name__, int(run.diverged)
-    if not bool(finite((run.server, run.clients))):
-        field = _bad_field(run.server) or _bad_field(run.clients) or "state"
+    if not bool(is_finite((run.server, run.clients))):
+        field = _find_bad_field(run.server) or _find_bad_field(run.clients) or "state"
         return f"{name} starts from a non-finite {field}; check the data and the starting point.", 0, field, None
 
-    chances = chances_of(task.weights, plan.cohort)
-    seats, call = call_up(task, key, run.server, jnp.asarray(round), chances, dropout, plan, uploads, noise)
-    present = np.asarray(seats.weight > 0)
-    clients = jax.tree.map(lambda a: a[seats.position], run.clients)
-    states = begin_all(algorithm, run.server, clients, seats.slot.size)
-    index = 0
-    for phase, (_, repeats, sync) in enumerate(algorithm.schedule()):
-        watched = jax.jit(functools.partial(_watched_step, algorithm, task, phase, sync, call))
-        for _ in range(repeats):
-            states, spoke_well = watched(index, states, seats)
-            healthy = np.asarray(jax.vmap(finite)(states))
-            # Who sent something non-finite, or else, who became non-finite alone.
-            guilty = np.flatnonzero(present & ~np.asarray(spoke_well))
-            fallen = np.flatnonzero(present & ~healthy)
-            if not guilty.size and fallen.size < present.sum():
-                guilty = fallen
-            if guilty.size or fallen.size:
-                slot = int(guilty[0] if guilty.size else fallen[0])
-                field = _bad_field(jax.tree.map(lambda a: a[slot], states)) or "what it sends"
-                client = int(seats.id[slot]) if guilty.size else None
-                who = f", first at client {client}" if client is not None else ""
-                message = (
-                    f"{name} diverged in round {round}, local step {index}: {field} became non-finite{who}. Use "
-                    "a smaller "
-                    "step size, or look at that client's data."
-                )
-                return message, round, field, client
-            index += 1
+    chances = cohorts.chances_of(task.weights, plan.cohort)
+    participants, call = call_up(inputs, run.server, jnp.asarray(round), chances, plan)
+    present = np.asarray(participants.weight > 0)
+    clients = jax.tree.map(lambda a: a[participants.position], run.clients)
+    states = begin_all(algorithm, run.server, clients, participants.slot.size)
+    for step in steps_of(algorithm):
+        states, spoke_well = _watch_step(inputs, step._replace(index=None), call, step.index, states, participants)
+        healthy = np.asarray(jax.vmap(is_finite)(states))
+        # Who sent something non-finite, or else, who became non-finite alone.
+        guilty = np.flatnonzero(present & ~np.asarray(spoke_well))
+        fallen = np.flatnonzero(present & ~healthy)
+        if not guilty.size and fallen.size < present.sum():
+            guilty = fallen
+        if guilty.size or fallen.size:
+            slot = int(guilty[0] if guilty.size else fallen[0])
+            field = _find_bad_field(jax.tree.map(lambda a: a[slot], states)) or "what it sends"
+            client = int(participants.id[slot]) if guilty.size else None
+            who = f", first at client {client}" if client is not None else ""
+            message = (
+                f"{name} diverged in round {round}, local step {step.index}: {field} became non-finite{who}. Use a "
+                "smaller step size, or look at that client's data."
+            )
+            return message, round, field, client
     # Another program adds up in another order: what overflowed by a hair may stay finite here.
     message = (
         f"{name} diverged in round {round}: a value became non-finite. The cause did not show again when the round was "
@@ -446,21 +338,23 @@ def _diagnosis(
     return message, round, "state", None
 
 
-def _watched_step(algorithm, task, phase, sync, call, index, states, seats):
+@functools.partial(jax.jit, static_argnames=("step",))
+def _watch_step(inputs: Inputs, step: Step, call: Call, index: Any, states: Any, participants: Any) -> tuple[Any, Any]:
     """One step of all clients side by side: (states, did each client send finite values only?)."""
 
-    def one_client(state, seat):
-        together, well = collective(seat, call.expected), [jnp.asarray(True)]
-        mean = lambda tree, treatment: (well.append(finite(tree)), together.mean(tree, treatment))[1]
-        gather = lambda tree, reply, key: (well.append(finite(tree)), together.gather(tree, reply, key))[1]
-        step = Step(phase, index, sync)
-        state = take_step(algorithm, task, step, state, seated(task, seat, call), call, Exchange(mean, gather))
+    def one_client(state, place):
+        together, well = make_collective(place, call.expected), [jnp.asarray(True)]
+        mean = lambda tree, treatment: (well.append(is_finite(tree)), together.mean(tree, treatment))[1]
+        gather = lambda tree, reply, key: (well.append(is_finite(tree)), together.gather(tree, reply, key))[1]
+        client, exchange = make_client(inputs.task, place, call), Exchange(mean, gather)
+        own = step._replace(index=index)
+        state, _ = take_step(inputs.algorithm, inputs.task, own, state, client, call, exchange)
         return state, jnp.stack(well).all()
 
-    return jax.vmap(one_client, axis_name="clients")(states, seats)
+    return jax.vmap(one_client, axis_name="clients")(states, participants)
 
 
-def _bad_field(state: Any) -> str | None:
+def _find_bad_field(state: Any) -> str | None:
     """The first field with a non-finite value."""
     fields = zip(state._fields, state, strict=True)
-    return next((name for name, value in fields if value is not None and not bool(finite(value))), None)
+    return next((name for name, value in fields if value is not None and not bool(is_finite(value))), None)

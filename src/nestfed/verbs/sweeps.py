@@ -4,23 +4,27 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nestfed.core.algorithm import Algorithm
 from nestfed.core.noise import noise_key
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.engine import rounds as engine
-from nestfed.engine.options import as_key, check_positive, check_select, make_plan
-from nestfed.engine.rounds import Plan, Run
+from nestfed.engine import rounds
+from nestfed.engine.options import Changes, Options, as_key, make_options
+from nestfed.engine.planning import make_plan
+from nestfed.engine.rounds import CAPACITY, Plan, Run
+from nestfed.engine.steps import Inputs
 from nestfed.uploads import privacy
-from nestfed.uploads.privacy import Spending
-from nestfed.uploads.transforms import Transform, columns
+from nestfed.uploads.privacy import Spending, transforms_of
+from nestfed.uploads.transforms import Transform
 from nestfed.verbs import cost
+from nestfed.verbs.history import average_notes, check_select
 from nestfed.verbs.progress import Progress
 
 
@@ -33,6 +37,7 @@ class Sweep:
     history: dict[str, np.ndarray]  # "round": [evaluations]; every metric: [settings, seeds, evaluations, ...]
     diverged: np.ndarray  # [settings, seeds]: the round in which a value became non-finite, or -1
     participants: np.ndarray  # [settings, seeds, rounds]: clients that took part
+    noted: dict[str, np.ndarray]  # what all settings note: [settings, seeds, rounds, (sum, number of notes)]
     runs: list[Run]  # one per setting, every leaf [seeds, ...]
     spending: list[Spending | None]  # of privacy, one per setting; all of them end where the first budget is spent
 
@@ -52,143 +57,178 @@ def sweep(
     settings: Sequence[Any],
     task: Task | Sequence[Task],
     seeds: Sequence[Any] = (0,),
-    *,
-    rounds: int,
-    dropout: float = 0.0,
-    noise_seed: int | None = None,
-    progress: bool | None = None,
-    title: str = "sweep",
-    **options: Any,
+    options: Options | None = None,
+    **changes: Unpack[Changes],
 ) -> Sweep:
     """Run every setting with every seed, side by side, in one program per structure.
 
     A setting is an algorithm, or a pair (algorithm, problem) to vary the problem's numbers too. Settings that differ in
     floats only share a program; each whole-number setting (local_steps, terms) means another one. A setting that
-    diverges is marked and keeps its last finite state; the others go on. Options are those of `simulate`.
+    diverges is marked and keeps its last finite state; the others go on. Options are those of `nestfed.Options`, except
+    checkpoints: a sweep keeps none.
 
     `task` may also be one task per seed, alike but for their numbers: another split of the data, another start.
 
     Noise of uploads is drawn afresh for every setting and seed. With a `noise_seed` every one of them has the noise
     that it has in a run of its own with this noise_seed: for tests.
     """
+    chosen = make_options(options, changes)
+    if chosen.checkpoint is not None or chosen.resume:
+        raise UserError("checkpoint or resume was given, but a sweep keeps no checkpoint; simulate keeps one.")
     if not settings or not seeds:
         raise UserError("a sweep needs at least one setting and one seed.")
-    check_positive("rounds", rounds)
-    if isinstance(task, Task):
-        first, batch = task, _TaskBatch(columns=task.data.columns, tasks=_without_columns(task), own=False)
-    else:
-        first, batch = task[0], _TaskBatch.of(task, len(seeds))
-    pairs = [s if isinstance(s, tuple) else (s, None) for s in settings]
-    layouts = first.problem.layouts
-    pairs = [(a, p if p is None else dataclasses.replace(p, layouts=layouts)) for a, p in pairs]
-    keys = jnp.stack([as_key(seed) for seed in seeds])
-    options["weights"] = np.stack([np.asarray(t.weights) for t in ([task] if isinstance(task, Task) else task)])
-    groups: dict[Any, list[int]] = {}
-    for i, pair in enumerate(pairs):
-        make_plan(pair[0], _with_problem(first, pair[1]), dropout=dropout, **options)
-        groups.setdefault(jax.tree.structure(pair), []).append(i)
-
-    uploads = privacy.transforms_of(options.get("uploads", ()))
-    spendings: list[Spending | None] = [None] * len(pairs)
-    for members in groups.values():
-        algorithm, problem = pairs[members[0]]
-        plan, _ = make_plan(algorithm, _with_problem(first, problem), dropout=dropout, **options)
-        spending = cost.spending(
-            algorithm, _with_problem(first, problem), options.get("uploads", ()), cohort=plan.cohort,
-            repeatable=noise_seed is not None,
-        )  # fmt: skip
-        for i in members:
-            spendings[i] = spending
-    rounds = min([rounds, *(s.rounds_within(rounds) for s in spendings if s is not None)])
+    tasks = [task] if isinstance(task, Task) else list(task)
+    batch = _TaskBatch.share(tasks[0]) if isinstance(task, Task) else _TaskBatch.join(tasks, len(seeds))
+    groups = _group(settings, tasks, chosen)
+    rounds = min(group.count_rounds(chosen.need_rounds()) for group in groups)
 
     batch = jax.device_put(batch)  # once, not for every piece of every sweep
-    runs: list[Any] = [None] * len(pairs)
-    histories: list[Any] = [None] * len(pairs)
-    participants: list[Any] = [None] * len(pairs)
-    when = np.zeros(0, int)
-    with Progress(title, rounds * len(groups), 0, progress) as bar:
-        for g, members in enumerate(groups.values()):
-            algorithm, problem = pairs[members[0]]
-            plan, rate = make_plan(algorithm, _with_problem(first, problem), dropout=dropout, **options)
-            number = lambda a: jnp.asarray(a, jnp.result_type(float) if isinstance(a, float) else None)
-            stacked = jax.tree.map(lambda *a: jnp.stack([number(v) for v in a]), *[pairs[i] for i in members])
-            noise = jnp.stack([jnp.stack([noise_key(noise_seed, key) for key in keys]) for _ in members])
-            spending = spendings[members[0]]
-            spent = lambda round: {} if spending is None else {privacy.EPSILON: spending.epsilon(round)}
-            told = lambda round, speed: bar.update(g * rounds + round, speed, spent(round))
-            run, when, history, present = _sweep_group(stacked, batch, keys, noise, rounds, rate, plan, uploads, told)
-            for row, i in enumerate(members):
-                runs[i] = jax.tree.map(lambda a: a[row], run)
-                histories[i] = {name: column[row] for name, column in history.items()}
-                if spending is not None:
-                    epsilons = np.asarray([spending.epsilon(round) for round in when])
-                    histories[i][privacy.EPSILON] = np.broadcast_to(epsilons, (len(seeds), len(when)))
-                participants[i] = present[row]
-    columns = {name: np.stack([h[name] for h in histories]) for name in histories[0]}
+    keys = jnp.stack([as_key(seed) for seed in seeds])
+    parts: list[_Part] = []
+    with Progress(chosen.title or "sweep", rounds * len(groups), 0, chosen.progress) as bar:
+        for g, group in enumerate(groups):
+            parts.append(group.run(batch, keys, rounds, chosen, bar, done=g * rounds))
+    order = np.argsort([i for group in groups for i in group.members])
+    join = lambda leaves: np.concatenate(leaves)[order]
+    names = dict.fromkeys(name for part in parts for name in part.history)
     return Sweep(
         settings=list(settings),
         seeds=list(seeds),
-        history={"round": when} | columns,
-        diverged=np.stack([np.asarray(run.diverged) for run in runs]),
-        participants=np.stack(participants),
-        runs=runs,
-        spending=spendings,
+        history={"round": parts[0].when} | {name: join([part.history[name] for part in parts]) for name in names},
+        diverged=join([np.asarray(part.run.diverged) for part in parts]),
+        participants=join([part.participants for part in parts]),
+        noted={name: join([part.noted[name] for part in parts]) for name in _common_names(parts)},
+        runs=[jax.tree.map(lambda a, row=row: a[row], parts[g].run) for g, row in _find_rows(groups, len(settings))],
+        spending=[groups[g].spending for g, _ in _find_rows(groups, len(settings))],
     )
 
 
-def _sweep_group(
-    stacked: Any,
-    batch: "_TaskBatch",
-    keys: Array,
-    noise: Array,
-    rounds: int,
-    rate: Array,
-    plan: Plan,
-    uploads: tuple[Transform, ...],
-    told: Callable[[int, float], None],
-) -> tuple[Run, np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """All settings of one structure x all seeds: (runs, evaluated rounds, history, clients that took part), leaves
-    [settings, seeds, ...]. told(rounds done, rounds per second) hears of progress."""
-    run = _start(stacked, batch, keys, noise, plan, uploads)
-    evaluated: list[tuple[list[int], dict[str, Any]]] = []  # (rounds, values [settings, seeds, rounds, ...])
-    shape = jax.tree.leaves(run)[0].shape[:2]
-    about_uploads = {name: np.full((*shape, 1), np.nan) for name in columns(uploads)}  # of the last round
-    now = lambda: (
-        {name: v[:, :, None] for name, v in _evaluate(stacked, batch, keys, run, plan).items()} | about_uploads
-    )
-    evaluated.append(([0], now()))
-    check_select(plan.select, evaluated[0][1])
-    participants = []
-    first, piece = 0, 1
-    while first < rounds:
-        length = min(piece, engine.CAPACITY, rounds - first)
-        began = time.monotonic()
-        run, rows = jax.block_until_ready(
-            _advance(stacked, batch, keys, noise, run, first, length, rate, plan, uploads)
+def _common_names(parts: Sequence["_Part"]) -> list[str]:
+    return [name for name in parts[0].noted if all(name in part.noted for part in parts)]
+
+
+def _find_rows(groups: Sequence["_Group"], settings: int) -> list[tuple[int, int]]:
+    """(group, row in it) of every setting."""
+    where = {i: (g, row) for g, group in enumerate(groups) for row, i in enumerate(group.members)}
+    return [where[i] for i in range(settings)]
+
+
+class _Part(NamedTuple):
+    """What the settings of one structure left; leaves [settings, seeds, ...]."""
+
+    run: Run
+    when: np.ndarray  # evaluated rounds
+    history: dict[str, np.ndarray]
+    participants: np.ndarray
+    noted: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Settings of one structure, which share their programs."""
+
+    members: list[int]  # places in the user's list
+    pairs: list[tuple[Algorithm, Any]]  # (algorithm, problem or None)
+    plan: Plan
+    spending: Spending | None
+
+    def count_rounds(self, most: int) -> int:
+        """As many as the privacy budget allows."""
+        return most if self.spending is None else self.spending.rounds_within(most)
+
+    def run(
+        self, batch: "_TaskBatch", keys: Array, rounds: int, options: Options, bar: Progress, *, done: int
+    ) -> _Part:
+        number = lambda a: jnp.asarray(a, jnp.result_type(float) if isinstance(a, float) else None)
+        stacked = jax.tree.map(lambda *a: jnp.stack([number(v) for v in a]), *self.pairs)
+        noise = jnp.stack([jnp.stack([noise_key(options.noise_seed, key) for key in keys]) for _ in self.members])
+        inputs = _Stack(
+            stacked, batch, keys, noise, jnp.asarray(float(options.dropout)), transforms_of(options.uploads)
         )
-        speed = length / max(time.monotonic() - began, 1e-9)
-        piece = max(1, min(4 * piece, int(speed)))
-        participants.append(np.asarray(rows.pop("participants"))[:, :, :length])
-        about_uploads = {name: np.asarray(rows[name])[:, :, [length - 1]] for name in about_uploads}
-        due = [i for i in range(length) if plan.evaluate_every and (first + i + 1) % plan.evaluate_every == 0]
+        plan = self.plan
+        run = _start(inputs, plan)
+        history = _SweepHistory()
+        history.add([0], {name: v[:, :, None] for name, v in _evaluate(inputs, run, plan).items()})
+        check_select(plan.select, history.names)
+        first, piece = 0, 1
+        while first < rounds:
+            length = min(piece, CAPACITY, rounds - first)
+            began = time.monotonic()
+            run, rows = jax.block_until_ready(_advance(inputs, run, first, length, plan))
+            speed = length / max(time.monotonic() - began, 1e-9)
+            piece = max(1, min(4 * piece, int(speed)))
+            history.extend(rows, first, length, plan.evaluate_every)
+            first += length
+            spent = {} if self.spending is None else {privacy.EPSILON: self.spending.epsilon(first)}
+            bar.update(done + first, speed, spent)
+        if history.when[-1] != rounds:
+            history.add([rounds], {name: v[:, :, None] for name, v in _evaluate(inputs, run, plan).items()})
+        columns = history.columns(np.asarray(run.diverged))
+        if self.spending is not None:
+            epsilons = np.asarray([self.spending.epsilon(round) for round in history.when])
+            columns[privacy.EPSILON] = np.broadcast_to(epsilons, (*noise.shape, len(epsilons)))
+        return _Part(run, np.asarray(history.when), columns, history.participants(), history.noted())
+
+
+def _group(settings: Sequence[Any], tasks: Sequence[Task], options: Options) -> list[_Group]:
+    """The settings by structure, each checked."""
+    first, weights = tasks[0], np.stack([np.asarray(task.weights) for task in tasks])
+    pairs = [setting if isinstance(setting, tuple) else (setting, None) for setting in settings]
+    layouts = first.problem.layouts
+    pairs = [(a, p if p is None else dataclasses.replace(p, layouts=layouts)) for a, p in pairs]
+    plans = [make_plan(a, _with_problem(first, p), options, weights=weights) for a, p in pairs]
+    found: dict[Any, list[int]] = {}
+    for i, pair in enumerate(pairs):
+        found.setdefault(jax.tree.structure(pair), []).append(i)
+    groups = []
+    for members in found.values():
+        algorithm, problem = pairs[members[0]]
+        plan = plans[members[0]]
+        spending = cost.find_spending(algorithm, _with_problem(first, problem), options, weights=weights)
+        groups.append(_Group(members, [pairs[i] for i in members], plan, spending))
+    return groups
+
+
+class _SweepHistory:
+    """Evaluations, participants and notes of many runs; leaves [settings, seeds, rounds, ...]."""
+
+    def __init__(self):
+        self.when: list[int] = []
+        self._values: list[dict[str, np.ndarray]] = []
+        self._participants: list[np.ndarray] = []
+        self._noted: dict[str, list[np.ndarray]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._values[0], *self._noted]
+
+    def add(self, rounds: Sequence[int], values: dict[str, Any]) -> None:
+        self.when += rounds
+        self._values.append({name: np.asarray(v) for name, v in values.items()})
+
+    def extend(self, rows: dict[str, Any], first: int, length: int, every: int | None) -> None:
+        self._participants.append(np.asarray(rows["participants"])[:, :, :length])
+        for name, values in rows["notes"].items():
+            self._noted.setdefault(name, []).append(np.asarray(values)[:, :, :length])
+        due = [i for i in range(length) if every and (first + i + 1) % every == 0]
         if due:
-            rows = {name: np.asarray(v)[:, :, due] for name, v in rows.items()}
-            evaluated.append(([first + 1 + i for i in due], rows))
-        first += length
-        told(first, speed)
-    if evaluated[-1][0][-1] != rounds:
-        evaluated.append(([rounds], now()))
-    when = np.concatenate([r for r, _ in evaluated])
-    history = {
-        name: np.concatenate([np.asarray(values[name]) for _, values in evaluated], axis=2) for name in evaluated[0][1]
-    }
-    # A diverged setting keeps its last finite state; what was measured on it afterwards says nothing.
-    diverged = np.asarray(run.diverged)[:, :, None]
-    stale = (diverged >= 0) & (when > diverged)
-    for name, column in history.items():
-        if np.issubdtype(column.dtype, np.floating):
-            history[name] = np.where(stale.reshape(stale.shape + (1,) * (column.ndim - 3)), np.nan, column)
-    return run, when, history, np.concatenate(participants, 2)
+            self.add([first + 1 + i for i in due], {n: np.asarray(v)[:, :, due] for n, v in rows["metrics"].items()})
+
+    def participants(self) -> np.ndarray:
+        return np.concatenate(self._participants, 2)
+
+    def noted(self) -> dict[str, np.ndarray]:
+        return {name: np.concatenate(parts, 2) for name, parts in self._noted.items()}
+
+    def columns(self, diverged: np.ndarray) -> dict[str, np.ndarray]:
+        """A diverged setting keeps its last finite state; what was measured on it afterwards says nothing."""
+        columns = {name: np.concatenate([v[name] for v in self._values], axis=2) for name in self._values[0]}
+        columns |= {name: average_notes(noted, self.when) for name, noted in self.noted().items()}
+        stale = (diverged[:, :, None] >= 0) & (np.asarray(self.when) > diverged[:, :, None])
+        for name, column in columns.items():
+            if np.issubdtype(column.dtype, np.floating):
+                columns[name] = np.where(stale.reshape(stale.shape + (1,) * (column.ndim - 3)), np.nan, column)
+        return columns
 
 
 @struct
@@ -203,14 +243,20 @@ class _TaskBatch:
     own: bool = static()  # does every seed have a task of its own?
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], seeds: int) -> "_TaskBatch":
+    def share(cls, task: Task) -> "_TaskBatch":
+        """One task for all seeds."""
+        return cls(columns=task.data.columns, tasks=_without_columns(task), own=False)
+
+    @classmethod
+    def join(cls, tasks: Sequence[Task], seeds: int) -> "_TaskBatch":
+        """One task per seed."""
         if len(tasks) != seeds:
             raise UserError(f"{len(tasks)} tasks were given for {seeds} seeds; give one task, or one per seed.")
-        tasks = same_shapes(tasks)
+        tasks = share_shapes(tasks)
         pools = {id(t.data.columns): t.data.columns for t in tasks}
         sizes = [jax.tree.leaves(pool)[0].shape[0] if jax.tree.leaves(pool) else 0 for pool in pools.values()]
         starts = dict(zip(pools, np.cumsum(sizes) - sizes, strict=True))
-        shifted = lambda t: dataclasses.replace(
+        shift = lambda t: dataclasses.replace(
             _without_columns(t),
             data=dataclasses.replace(
                 t.data, columns=None, offsets=np.asarray(t.data.offsets + starts[id(t.data.columns)], np.int32)
@@ -218,18 +264,18 @@ class _TaskBatch:
         )
         return cls(
             columns=jax.tree.map(lambda *parts: np.concatenate(parts), *pools.values()),
-            tasks=jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(shifted, tasks)),
+            tasks=jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(shift, tasks)),
             own=True,
         )
 
-    def joined(self, task: Task, problem: Any) -> Task:
+    def complete(self, task: Task, problem: Any) -> Task:
         """One seed's task with the common pool, and with a setting's own problem if it has one."""
         return _with_problem(
             dataclasses.replace(task, data=dataclasses.replace(task.data, columns=self.columns)), problem
         )
 
 
-def same_shapes(tasks: Sequence[Task]) -> list[Task]:
+def share_shapes(tasks: Sequence[Task]) -> list[Task]:
     """The tasks with a common bound on clients' sizes, so that they share their programs; refused if they differ in
     more than numbers."""
     largest = max(task.data.largest for task in tasks)
@@ -252,13 +298,28 @@ def _with_problem(task: Task, problem: Any) -> Task:
     return task if problem is None else dataclasses.replace(task, problem=problem)
 
 
-def _side_by_side(function, stacked, batch, keys, *own):
-    """function(algorithm, task, key, *own) for every setting and seed; `own` has leaves [settings, seeds, ...]."""
-    one = lambda pair, task, key, *own: function(pair[0], batch.joined(task, pair[1]), key, *own)
-    over_seeds = _along(len(keys), one, (None, 0 if batch.own else None, 0) + (0,) * len(own))
-    settings = jax.tree.leaves(stacked)[0].shape[0]
-    over_settings = _along(settings, over_seeds, (0, None, None) + (0,) * len(own))
-    return over_settings(stacked, batch.tasks, keys, *own)
+class _Stack(NamedTuple):
+    """The inputs of all runs."""
+
+    settings: Any  # pairs (algorithm, problem or None), leaves [settings, ...]
+    batch: _TaskBatch
+    keys: Array  # [seeds]
+    noise: Array  # [settings, seeds]
+    dropout: Array
+    uploads: tuple[Transform, ...]
+
+    def each(self, function: Callable[..., Any], *own: Any) -> Any:
+        """function(inputs, *own) for every setting and seed; `own` has leaves [settings, seeds, ...]."""
+
+        def one(pair, task, key, noise, *own):
+            algorithm, problem = pair
+            task = self.batch.complete(task, problem)
+            return function(Inputs(algorithm, task, key, noise, self.dropout, self.uploads), *own)
+
+        more = (0,) * (1 + len(own))
+        over_seeds = _along(len(self.keys), one, (None, 0 if self.batch.own else None, 0, *more))
+        over_settings = _along(len(self.noise), over_seeds, (0, None, None, *more))
+        return over_settings(self.settings, self.batch.tasks, self.keys, self.noise, *own)
 
 
 def _along(length: int, function: Callable, axes: tuple[int | None, ...]) -> Callable:
@@ -275,17 +336,15 @@ def _along(length: int, function: Callable, axes: tuple[int | None, ...]) -> Cal
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _start(stacked, batch, keys, noise, plan, uploads):
-    start = lambda a, t, key, noise: engine.start(a, t, key, plan, uploads, noise)
-    return _side_by_side(start, stacked, batch, keys, noise)
+def _start(inputs: _Stack, plan: Plan) -> Run:
+    return inputs.each(lambda one: rounds.start(one, plan))
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _evaluate(stacked, batch, keys, run, plan):
-    return _side_by_side(lambda a, t, key, run: engine.evaluate(a, t, key, run, plan), stacked, batch, keys, run)
+def _evaluate(inputs: _Stack, run: Run, plan: Plan) -> dict[str, Array]:
+    return inputs.each(lambda one, run: rounds.evaluate(one, run, plan), run)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _advance(stacked, batch, keys, noise, run, first, length, rate, plan, uploads):
-    go_on = lambda a, t, key, noise, run: engine.advance(a, t, key, run, first, length, rate, plan, uploads, noise)
-    return _side_by_side(go_on, stacked, batch, keys, noise, run)
+def _advance(inputs: _Stack, run: Run, first: Any, length: Any, plan: Plan) -> tuple[Run, dict[str, Any]]:
+    return inputs.each(lambda one, run: rounds.advance(one, run, first, length, plan), run)

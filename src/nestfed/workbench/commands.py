@@ -22,6 +22,7 @@ from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
 from nestfed.report.search import sweep_figure
+from nestfed.verbs.cost import measure
 from nestfed.verbs.simulation import start
 from nestfed.workbench.request import Request, find_task, read_settings
 from nestfed.workbench.results import make_record
@@ -31,7 +32,6 @@ from nestfed.workbench.stages import (
     FINISHED,
     Trace,
     best_changes,
-    ledger,
     make_setups,
     run_method,
     score_of,
@@ -392,7 +392,8 @@ def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
         method, before = kind.method(name), None
         for stage, algorithm in zip(method.stages, method.algorithms(setup, request.changes(name)), strict=True):
             problem_task = stage.task(setup, before)
-            price = ledger(algorithm, problem_task, request.cohort, () if guarantee is None else guarantee)
+            uploads = () if guarantee is None else guarantee
+            price = measure(algorithm, problem_task, cohort=request.cohort, uploads=uploads)
             rounds = request.budget.rounds_of(kind, algorithm)
             rows.append(
                 {
@@ -410,5 +411,5 @@ def cost_table(task: str = "fairness", **settings: Any) -> pd.DataFrame:
             )
             if stage is not method.stages[-1]:
                 begun = start(algorithm, problem_task, 0)  # in place of what the stage would leave: for shapes
-                before = kind.left(begun.server, begun.clients)
+                before = kind.left(begun.server, begun.clients, problem_task.clients)
     return pd.DataFrame(rows)

@@ -101,7 +101,7 @@ class Kind(abc.ABC):
         """What settings are chosen by, from the last values of metrics on validation data: the smaller the better."""
         return final[self.select]
 
-    def left(self, server: Any, clients: Any) -> Any:
+    def left(self, server: Any, clients: Any, number: int) -> Any:
         """What is known of a stage's end to the next one, to evaluations and to models: usually the server's state."""
         return server
 

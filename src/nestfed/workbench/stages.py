@@ -11,9 +11,8 @@ import numpy as np
 
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
-from nestfed.core.task import Task
-from nestfed.engine.cohorts import expected_cohort
-from nestfed.uploads.privacy import Guarantee, Spending, Uploads, remarks
+from nestfed.engine.options import Options
+from nestfed.uploads.privacy import Guarantee, Spending, find_remarks
 from nestfed.verbs import cost
 from nestfed.verbs.history import Rise, rise_of
 from nestfed.verbs.simulation import Diverged, simulate
@@ -103,8 +102,8 @@ class Budget:
     def rounds_of(self, kind: Kind, algorithm: Algorithm) -> int:
         return self.rounds or max(1, kind.steps // algorithm.local_steps)
 
-    def options(self, rounds: int, kind: Kind, trace: Trace) -> dict[str, Any]:
-        """Of `simulate` or `sweep`, for the next stage; the user's choice of output is about the last one."""
+    def options(self, rounds: int, kind: Kind, trace: Trace) -> Options:
+        """Of a run of the next stage; the user's choice of output is about the last one."""
         stages, number = kind.method(trace.method).stages, len(trace.stages)
         output = (self.output if number + 1 == len(stages) else None) or stages[number].output
         guarantee = self.privacy
@@ -113,18 +112,18 @@ class Budget:
             part = sum(exchanging[: number + 1]) / max(1, sum(exchanging))
             spend = None if guarantee.budget is None else guarantee.budget * part
             guarantee = dataclasses.replace(guarantee, earlier=trace.spent, budget=spend)
-        return {
-            "rounds": rounds,
-            "output": output,
-            "select": kind.select if output == "best" else None,
-            "cohort": self.cohort,
-            "sampling": self.sampling,
-            "dropout": self.dropout,
-            "evaluate_every": max(1, rounds // self.evaluations),
-            "uploads": () if guarantee is None else guarantee,
+        return Options(
+            rounds=rounds,
+            output=output,
+            select=kind.select if output == "best" else None,
+            cohort=self.cohort,
+            sampling=self.sampling,
+            dropout=self.dropout,
+            evaluate_every=max(1, rounds // self.evaluations),
+            uploads=() if guarantee is None else guarantee,
             # Stages never share their noise, not even where it is repeatable.
-            "noise_seed": None if self.noise_seed is None else self.noise_seed * len(stages) + number,
-        }
+            noise_seed=None if self.noise_seed is None else self.noise_seed * len(stages) + number,
+        )
 
 
 def make_setups(kind: Kind, seeds: Sequence[int]) -> dict[int, Setup]:
@@ -159,26 +158,29 @@ def run_method(
         task = stage.task(setup, trace.left)
         options = budget.options(budget.rounds_of(kind, algorithm), kind, trace)
         title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
+        file = None if checkpoints is None else checkpoints / f"{name}-seed{seed}-{stage.name}.npz"
+        options = dataclasses.replace(options, title=title, progress=progress, checkpoint=file, resume=resume)
         try:
-            result, status = simulate(
-                algorithm, task, seed, **options, title=title, progress=progress, resume=resume,
-                checkpoint=None if checkpoints is None else checkpoints / f"{name}-seed{seed}-{stage.name}.npz",
-            ), FINISHED  # fmt: skip
+            result, status = simulate(algorithm, task, seed, options), FINISHED
         except Diverged as error:
             result, status = error.result, DIVERGED
         done = StageTrace(
-            stage.name, options["rounds"], result.history, result.participants,
-            ledger(algorithm, task, budget.cohort, options["uploads"]), task.clients, options["output"], task.minimised,
-            result.notes, result.spending, status == DIVERGED,
-        )  # fmt: skip
-        trace = trace.extended(done, kind.left(result.output, result.clients), status, {})
+            stage.name,
+            options.need_rounds(),
+            result.history,
+            result.participants,
+            cost.measure(algorithm, task, options),
+            task.clients,
+            options.output,
+            task.minimised,
+            result.remarks,
+            result.spending,
+            status == DIVERGED,
+        )
+        trace = trace.extended(done, kind.left(result.output, result.clients, task.clients), status, {})
         if status == DIVERGED:
             break
     return trace
-
-
-def ledger(algorithm: Algorithm, task: Task, cohort: int | float | None, uploads: Uploads = ()) -> cost.Cost:
-    return cost.measure(algorithm, task, cohort=expected_cohort(cohort, task.clients), uploads=uploads)
 
 
 def sweep_method(
@@ -221,26 +223,26 @@ def sweep_next_stage(
     for rounds in sorted(set(lengths)):
         members = [i for i, length in enumerate(lengths) if length == rounds]
         options = budget.options(rounds, kind, traces[0])  # all traces have spent the same
-        done = sweep(
-            [algorithms[i] for i in members], tasks, [trace.seed for trace in traces], **options,
-            title=f"{method.title}, {stage.name}", progress=progress,
-        )  # fmt: skip
+        options = dataclasses.replace(options, title=f"{method.title}, {stage.name}", progress=progress)
+        done = sweep([algorithms[i] for i in members], tasks, [trace.seed for trace in traces], options)
         for row, i in enumerate(members):
-            price = ledger(algorithms[i], tasks[0], budget.cohort, options["uploads"])
+            price = cost.measure(algorithms[i], tasks[0], options)
             for column, trace in enumerate(traces):
                 own_part = lambda key, values: values if key == "round" else values[row, column]
                 history = {key: own_part(key, values) for key, values in done.history.items()}
                 one = jax.tree.map(lambda a: np.asarray(a[column]), done.runs[row])
-                rise = rise_of(history, tasks[0].minimised, options["output"])
-                notes = remarks(history, done.spending[row], rounds) + (() if rise is None else (rise.remark,))
+                rise = rise_of(history, tasks[0].minimised, options.output)
+                notes = find_remarks(history, done.spending[row], rounds) + (() if rise is None else (rise.remark,))
                 passed = StageTrace(
                     stage.name, rounds, history, done.participants[row, column], price, tasks[0].clients,
-                    options["output"], tasks[0].minimised, notes, done.spending[row],
+                    options.output, tasks[0].minimised, notes, done.spending[row],
                     bool(done.diverged[row, column] >= 0),
                 )  # fmt: skip
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server
-                extended.append(trace.extended(passed, kind.left(server, one.clients), status, combinations[i]))
+                extended.append(
+                    trace.extended(passed, kind.left(server, one.clients, tasks[0].clients), status, combinations[i])
+                )
     return extended
 
 

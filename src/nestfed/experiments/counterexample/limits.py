@@ -1,4 +1,5 @@
-"""Where the methods must end on the counterexample: roots of equations, found from their updates without this library."""
+"""Where the methods must end on the counterexample: roots of equations, found from their updates
+without this library."""
 
 from collections.abc import Callable
 from typing import Any

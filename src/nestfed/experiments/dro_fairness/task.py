@@ -136,7 +136,7 @@ class NoisyGroupsTask(Task):
     def metrics(self, server, client, data, fed):
         rates = jax.vmap(self._rates)(*self.totals(self.problem.tree(0, server.x)))
         recorded = {f"{part}_{name}": values[i] for i, part in enumerate(PARTS) for name, values in rates.items()}
-        return recorded | self.problem.projections(server, client, fed)
+        return recorded
 
     def totals(self, x: PyTree) -> Array:
         """[3, parts, 2, m, m]: rows, rows that the model says yes to, and losses, of every part, label, group and

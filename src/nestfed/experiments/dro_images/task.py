@@ -18,7 +18,7 @@ from nestfed.core.types import Array, PyTree
 from nestfed.data.images import FederatedImages, normalise, random_crop_flip
 from nestfed.experiments.images import AT_ONCE, in_blocks, numbers
 from nestfed.models import ImageModel
-from nestfed.problems import Compositional, Constrained
+from nestfed.problems import Constrained
 from nestfed.problems.robust import half_square
 
 
@@ -77,8 +77,6 @@ class ImageTask(Task):
         recorded = self._rates("train", fed.mean(data.average(counts, rows_at_once=AT_ONCE)))
         for name, images in self.aside.items():
             recorded |= self._rates(name, in_blocks(lambda batch: self._counts(params, batch), images).sum(0))
-        if isinstance(self.problem, Compositional):
-            recorded |= self.problem.projections(server, client, fed)
         return recorded
 
     def _counts(self, params: PyTree, batch: PyTree) -> Array:

@@ -15,9 +15,9 @@ from nestfed.core.algorithm import Algorithm, Sample
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.engine import rounds as engine
+from nestfed.engine import rounds
 from nestfed.engine.options import as_key, check_positive
-from nestfed.engine.steps import Call, alone, draws, seated
+from nestfed.engine.steps import Call, Inputs, make_client, make_draws, only_client
 from nestfed.verbs.diagnostics.programs import gradients
 
 
@@ -33,7 +33,7 @@ def measure(task: Task, program: Callable, *, seed: Any = 0, **point: PyTree) ->
     start = zip(problem.variables, problem.layouts, task.params, strict=True)
     server = {name: layout.flatten(point[name]) if name in point else v for name, layout, v in start}
     state = _state(problem.variables)
-    run = engine.Run(
+    run = rounds.Run(
         server=state(**server),
         clients=state(*(None for _ in server)),
         output=None,
@@ -41,7 +41,9 @@ def measure(task: Task, program: Callable, *, seed: Any = 0, **point: PyTree) ->
         round=jnp.asarray(0, jnp.int32),
         diverged=jnp.asarray(-1, jnp.int32),
     )
-    values = engine.evaluate(Algorithm(), task, as_key(seed), run, engine.Plan(metrics=program))
+    nothing = jnp.zeros(())
+    inputs = Inputs(Algorithm(), task, as_key(seed), as_key(0), nothing)  # a point has no noise and no dropout
+    values = rounds.evaluate(inputs, run, rounds.Plan(metrics=program))
     return {name: np.asarray(value) for name, value in values.items()}
 
 
@@ -91,9 +93,9 @@ def estimator_error(
 
     @jax.jit
     def sample(task, key):
-        seat = alone(task.data.ids[client])._replace(position=client)
-        at_work = seated(task, seat, Call(key, 0, (), 1.0))
-        one = lambda repeat: estimate(task.problem, draws(task, at_work, repeat))  # one step after the other
+        place = only_client(task.data.ids[client])._replace(position=client)
+        at_work = make_client(task, place, Call(key, 0, (), 1.0))
+        one = lambda repeat: estimate(task.problem, make_draws(task, at_work, repeat))  # one step after the other
         return lax.map(one, jnp.arange(repeats), batch_size=min(repeats, 64))
 
     estimates = np.asarray(sample(task, as_key(seed)), np.float64)

@@ -64,7 +64,6 @@ def compositional(task, server, client, data, fed):
     inner_error_local  ||mean_k y_k - mean_k g_k(x_k)||^2 before the round's last step, if the run keeps unsynced
                        states. Right there and wrong for the averaged x: an estimate that misses the jump of the average
     potential          objective + inner_error: the potential of FedDRO's proof, at points where all x_k are x
-    projections        how often an estimate left the domain of the outer function, if the algorithm counts it
 
     Scaled values may be beyond all plain numbers: for these the errors are differences of logarithms, and their names
     are inner_log_deviation, inner_log_error and inner_log_error_local. There is no potential then.
@@ -74,7 +73,7 @@ def compositional(task, server, client, data, fed):
     common = problem.scope == "global"
     name = "inner_log" if is_scaled(part.inner.y) else "inner"
     centred = {name: _difference(part.inner.own, part.inner.y)} if common else {}
-    values = _compared(part, {}, fed, **centred) | problem.projections(server, client, fed)
+    values = _compared(part, {}, fed, **centred)
     follows = common and getattr(server, "y", None) is not None
     if follows:
         values[f"{name}_error"] = norm2(_difference(server.y, part.inner.y))

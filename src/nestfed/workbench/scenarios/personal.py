@@ -222,9 +222,10 @@ class Personal(Tabular):
     needs_positives: ClassVar[bool] = False
     usual_partition: ClassVar[str] = "dirichlet:0.5"  # clients that differ: otherwise one model would do
 
-    def left(self, server: Any, clients: Any) -> Models:
+    def left(self, server: Any, clients: Any, number: int) -> Models:
         """A client's own parts where it has any, otherwise the server's."""
-        return Models(*jax.vmap(lambda client: Personalised.model_of(server, client))(clients))
+        model_of = jax.vmap(lambda client: Personalised.model_of(server, client), axis_size=number)
+        return Models(*model_of(clients))
 
     def rows_of(self, data: Federated) -> Rows:
         rows = table_rows(data)

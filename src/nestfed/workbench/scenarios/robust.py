@@ -98,9 +98,7 @@ class RobustTask(PooledTask):
     def metrics(self, server, client, data, fed):
         problem, theta = self.problem, self.problem.tree(0, server.x)
         theta = theta["model"] if isinstance(problem, CVaR) else theta
-        measured = measures(self.pool(theta, data, fed), self.divergence, self.clients, self.groups)
-        counted = problem.projections(server, client, fed) if isinstance(problem, Compositional) else {}
-        return measured | counted
+        return measures(self.pool(theta, data, fed), self.divergence, self.clients, self.groups)
 
 
 @functools.partial(jax.jit, static_argnames=("clients", "groups"))
