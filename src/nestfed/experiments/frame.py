@@ -155,14 +155,7 @@ class Experiment:
     def write(self, trainings: Trainings[Any]) -> Path:
         """The page with its tables, figures and settings."""
         page, folder = self.make_page(trainings), trainings.folder
-        (folder / "tables").mkdir(parents=True, exist_ok=True)
-        for name, table in ({"claims": claims_table(page.claims)} | dict(page.tables)).items():
-            if name in page.typeset:
-                tables.write(table, folder / "tables", name, shown=page.shown.get(name), names=NAMES)
-            elif not table.empty:
-                digits = None if page.digits is None else f"%.{page.digits}g"
-                path = folder / "tables" / f"{name}.csv"
-                table.to_csv(path, index=False, float_format=digits, lineterminator="\n")
+        self.write_tables(page, folder / "tables")
         for name, draw in page.figures.items():
             figures.write(draw(), folder / "figures", name)
         settings = {"experiment": self.name, "plan": plain(trainings.plan)} | dict(page.settings)
@@ -170,6 +163,16 @@ class Experiment:
         path = folder / "README.md"
         path.write_text(self.render(trainings, page), encoding="utf-8")
         return path
+
+    def write_tables(self, page: Page, folder: Path) -> None:
+        """As CSV, and as Markdown and LaTeX where the page says so."""
+        folder.mkdir(parents=True, exist_ok=True)
+        digits = None if page.digits is None else f"%.{page.digits}g"
+        for name, table in ({"claims": claims_table(page.claims)} | dict(page.tables)).items():
+            if name in page.typeset:
+                tables.write(table, folder, name, shown=page.shown.get(name), names=NAMES)
+            elif not table.empty:
+                table.to_csv(folder / f"{name}.csv", index=False, float_format=digits, lineterminator="\n")
 
     def render(self, trainings: Trainings[Any], page: Page) -> str:
         """The text of the page."""
