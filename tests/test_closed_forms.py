@@ -5,6 +5,7 @@ standard errors.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from nestfed import Rows, advance, make, simulate, start, sweep
@@ -208,6 +209,18 @@ def test_t3b_simfbo_limit_and_first_states():
     states = [[float(v[0]) for v in run.server[:3]] for run in trace(algorithm, task, 2)]
     assert np.array(states) == pytest.approx(np.array([[0, 0.1, -0.2], [0.01, 0.18, -0.35]]), abs=TRACE)
     end = simulate(algorithm, task, rounds=4000, evaluate_every=None).server
+    assert [float(v[0]) for v in end[:3]] == pytest.approx([2.1428571, 1.5714286, -0.2142857], abs=LIMIT)
+
+
+def test_simfbo_with_an_optimiser_on_the_server():
+    rates, task = {"lr": 0.05, "lower_lr": 0.1, "z_lr": 0.1, **SERVER}, toys.scalar_bilevel("global")
+    plain = trace(make("simfbo", **rates), task, 3)
+    same = trace(make("simfbo", **rates, optimizer=optax.sgd(SERVER["server_lr"])), task, 3)
+    for one, other in zip(plain, same, strict=True):
+        assert np.array(other.server[:3]) == pytest.approx(np.array(one.server[:3]), abs=1e-15)
+    momentum = make("simfbo", **rates, optimizer=optax.sgd(0.02, momentum=0.6))
+    assert abs(trace(momentum, task, 3)[-1].server.x - plain[-1].server.x) > 1e-4
+    end = simulate(momentum, task, rounds=4000, evaluate_every=None).server
     assert [float(v[0]) for v in end[:3]] == pytest.approx([2.1428571, 1.5714286, -0.2142857], abs=LIMIT)
 
 

@@ -87,16 +87,16 @@ def together(*programs):
 )
 def test_scalar_bilevel_has_its_closed_forms(scope, solution, gradient, gradients, lower_solutions):
     task = scalar_bilevel(scope)
-    at_zero = d.measure(task, d.hypergradients)
+    at_zero = d.evaluate_at(task, d.hypergradients)
     assert_allclose(at_zero["gradient"], gradient, rtol=1e-12)
     assert_allclose(at_zero["gradients"], gradients, rtol=1e-12)
     assert_allclose(at_zero["lower_solutions"], lower_solutions, atol=1e-12)
-    assert_allclose(d.measure(task, d.hypergradients, x=solution)["gradient"], [0], atol=1e-12)
+    assert_allclose(d.evaluate_at(task, d.hypergradients, x=solution)["gradient"], [0], atol=1e-12)
 
 
 def test_lipschitz_quotient_of_a_quadratic_value_function_is_its_curvature():
     for x in (0.0, 80 / 59):  # at the solution the gradient gives no direction
-        quotient = d.measure(scalar_bilevel(), d.lipschitz_quotient, x=x)["lipschitz_quotient"]
+        quotient = d.evaluate_at(scalar_bilevel(), d.lipschitz_quotient, x=x)["lipschitz_quotient"]
         assert_allclose(quotient, 5 / 9 + 0.1, rtol=1e-9)
 
 
@@ -114,7 +114,7 @@ def test_vector_bilevel_and_its_neumann_versions_are_those_of_T4():
     data = Rows.from_clients(constants=tuple(jnp.array([c]) for c in constants))
     task = Task.create(Vector(), data, (jnp.array([1.0, -1.0]), jnp.zeros(2)))
     neumann = functools.partial(d.hypergradients, estimator=Neumann(terms=5, lr=0.4))
-    found = d.measure(task, together(d.hypergradients, lambda *client: {"neumann": neumann(*client)["gradient"]}))
+    found = d.evaluate_at(task, together(d.hypergradients, lambda *client: {"neumann": neumann(*client)["gradient"]}))
     assert_allclose(found["lower_solutions"], [[0.57142857, 1.71428571]], atol=1e-8)
     assert_allclose(found["gradient"], [0.8755102, -0.75306122], atol=1e-8)
     assert_allclose(found["neumann"], [0.84497829, -0.70094171], atol=1e-8)
@@ -124,7 +124,7 @@ def test_vector_bilevel_and_its_neumann_versions_are_those_of_T4():
 def test_hypergradient_on_rows_agrees_with_finite_differences(scope, start):
     task = ragged(RobustRidge(scope=scope), (jnp.zeros(2), jnp.zeros(2)))
     x = np.array([-2.0, -3.0])
-    exact = d.measure(task, d.gradients, x=x, y=np.array(start))
+    exact = d.evaluate_at(task, d.gradients, x=x, y=np.array(start))
     assert exact["lower_residuals"].max() < 1e-12
     assert_allclose(d.finite_differences(task, x=x), exact["gradient"], atol=1e-9)
 
@@ -139,7 +139,7 @@ def test_hypergradient_on_rows_agrees_with_finite_differences(scope, start):
 
 def test_single_level_on_rows_is_the_weighted_least_squares_of_numpy():
     task, x = ragged(LeastSquares(), jnp.zeros(2), weights="samples"), np.array([0.4, -0.7])
-    found = d.measure(task, together(d.single_level, d.gradients), x=x)
+    found = d.evaluate_at(task, together(d.single_level, d.gradients), x=x)
     gradients = np.array([a.T @ (a @ x - b) / len(b) for a, b in ragged_rows()])
     weights = np.array(SIZES) / sum(SIZES)
     gradient = weights @ gradients
@@ -154,7 +154,7 @@ def test_single_level_on_rows_is_the_weighted_least_squares_of_numpy():
 
 def test_a_client_of_weight_zero_does_not_count():
     task = quadratics((1.0, 4.0, 9.0), (0.0, 1.0, 50.0), weights=(1, 1, 0))
-    found = d.measure(task, d.single_level, x=0.8)
+    found = d.evaluate_at(task, d.single_level, x=0.8)
     assert_allclose(found["gradient_norm2"], 0, atol=1e-24)
     assert_allclose(found["gradient_diameter"], 1.6)
 
@@ -163,7 +163,7 @@ def test_a_client_of_weight_zero_does_not_count():
 def test_a_composition_on_rows_is_that_of_numpy_and_of_finite_differences(scope):
     task, x = ragged(Spread(scope=scope), jnp.zeros(2), weights="samples"), np.array([0.4, -0.7])
     weights = np.array(SIZES) / sum(SIZES)
-    found = d.measure(task, together(d.compositional, d.gradients), x=x)
+    found = d.evaluate_at(task, together(d.compositional, d.gradients), x=x)
     errors = [a @ x - b for a, b in ragged_rows()]
     own = np.array([[error.mean(), (error**2).mean()] for error in errors])
     inner = np.tile(weights @ own, (3, 1)) if scope == "global" else own
@@ -183,13 +183,13 @@ def test_a_composition_on_rows_is_that_of_numpy_and_of_finite_differences(scope)
 
 def test_the_counterexample_has_another_gradient_for_each_scope():
     slope = lambda y: y / np.sqrt(y**2 + 4)
-    found = d.measure(counterexample(), together(d.compositional, d.gradients))
+    found = d.evaluate_at(counterexample(), together(d.compositional, d.gradients))
     assert_allclose(found["gradients"][:, 0], np.array([4, -2]) * slope(0.5), rtol=1e-14)
     assert_allclose(found["inner_deviation"], 2.5)  # -2 and 3 around 0.5
     local = Task.create(Line(scope="local"), counterexample().data, 0.5)
-    assert_allclose(d.measure(local, d.gradients)["gradients"][:, 0], [4 * slope(-2), -2 * slope(3)], rtol=1e-14)
+    assert_allclose(d.evaluate_at(local, d.gradients)["gradients"][:, 0], [4 * slope(-2), -2 * slope(3)], rtol=1e-14)
     # T1e: the root of the local scope's gradient
-    assert_allclose(d.measure(local, d.objective, x=1.1686673)["gradient_norm2"], 0, atol=1e-13)
+    assert_allclose(d.evaluate_at(local, d.objective, x=1.1686673)["gradient_norm2"], 0, atol=1e-13)
 
 
 def test_robust_losses_that_overflow_plain_numbers_have_exact_gradients():
@@ -199,7 +199,7 @@ def test_robust_losses_that_overflow_plain_numbers_have_exact_gradients():
     inputs, targets = (np.concatenate(column) for column in zip(*ragged_rows(), strict=True))
     losses = 0.5 * (inputs @ x - targets) ** 2
     weights = scipy.special.softmax(losses / 0.002)
-    found = d.measure(task, together(d.compositional, d.gradients, d.worst_case), x=x)
+    found = d.evaluate_at(task, together(d.compositional, d.gradients, d.worst_case), x=x)
     assert (losses / 0.002).max() > 750
     mean_log = lambda z: scipy.special.logsumexp(z / 0.002) - np.log(len(z))
     assert_allclose(found["objective"], 0.002 * mean_log(losses), rtol=1e-12)
@@ -218,7 +218,7 @@ def test_chi_square_weights_are_those_of_T6(price, share, negative):
     constant = lambda x, batch, key: batch + 0 * x
     data = Rows.from_clients([np.array([2.0]), np.array([0.0, 1.0])])
     task = Task.create(ChiSquare(losses=constant, price=price), data, jnp.zeros(()), weights="samples")
-    found = d.measure(task, d.worst_case)
+    found = d.evaluate_at(task, d.worst_case)
     assert_allclose([found["effective_share"], found["negative_share"]], [share, negative], rtol=1e-13)
 
 
@@ -229,10 +229,10 @@ def test_cvar_looks_at_the_tail():
         problem, Rows.from_clients([np.arange(5.0), np.arange(5.0, 8.0)]), problem.start(jnp.zeros(()), 5.5)
     )
     weighted = Task.create(problem, task.data, problem.start(jnp.zeros(()), 5.5), weights="samples")
-    found = d.measure(weighted, d.worst_case)  # 6 and 7 of eight rows
+    found = d.evaluate_at(weighted, d.worst_case)  # 6 and 7 of eight rows
     assert_allclose([found["effective_share"], found["tail_mass"]], [0.25, 1], rtol=1e-9)
     # With clients of equal weight the same two rows are a third of all mass.
-    assert_allclose(d.measure(task, d.worst_case)["tail_mass"], (1 / 3) / 0.25, rtol=1e-9)
+    assert_allclose(d.evaluate_at(task, d.worst_case)["tail_mass"], (1 / 3) / 0.25, rtol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------- in a run
@@ -334,13 +334,13 @@ def test_the_end_of_a_run_of_simfbo_shows_the_error_of_z():
 
 def test_what_a_diagnostic_cannot_do_is_said():
     with pytest.raises(UserError, match="unsynced=True"):
-        d.measure(quadratics(), d.consensus)
+        d.evaluate_at(quadratics(), d.consensus)
     with pytest.raises(UserError, match="alpha was given; the variables are x"):
-        d.measure(quadratics(), d.objective, alpha=1.0)
+        d.evaluate_at(quadratics(), d.objective, alpha=1.0)
     with pytest.raises(UserError, match="this one is compositional"):
-        d.measure(counterexample(), d.curvature)
+        d.evaluate_at(counterexample(), d.curvature)
     with pytest.raises(UserError, match="of KL, ChiSquare and CVaR problems; Line was given"):
-        d.measure(counterexample(), d.worst_case)
+        d.evaluate_at(counterexample(), d.worst_case)
 
 
 # ------------------------------------------------------------------------------------------------- curvature
@@ -360,11 +360,11 @@ def test_lanczos_finds_the_extremes_that_numpy_finds(spectrum):
 
 
 def test_curvature_is_that_of_the_dense_hessians():
-    values = d.measure(ragged(LeastSquares(), jnp.zeros(2)), d.curvature)
+    values = d.evaluate_at(ragged(LeastSquares(), jnp.zeros(2)), d.curvature)
     spectra = [np.linalg.eigvalsh(a.T @ a / len(a)) for a, _ in ragged_rows()]
     assert_allclose(values["smallest_curvature"], np.min(spectra), rtol=1e-9)
     assert_allclose(values["largest_curvature"], np.max(spectra), rtol=1e-9)
-    lower = d.measure(scalar_bilevel(), d.curvature)
+    lower = d.evaluate_at(scalar_bilevel(), d.curvature)
     assert_allclose([lower["smallest_curvature"], lower["largest_curvature"]], [1, 3], rtol=1e-12)
 
 
@@ -373,7 +373,7 @@ def test_curvature_is_that_of_the_dense_hessians():
 
 def test_bias_of_a_neumann_series_is_its_closed_form():
     task, x, terms, lr = scalar_bilevel(), jnp.array([0.5]), 3, 0.2
-    exact = d.measure(task, d.hypergradients, x=x)
+    exact = d.evaluate_at(task, d.hypergradients, x=x)
     for client, (A, t) in enumerate([(1, 1), (3, 3)]):
         y = jnp.asarray(exact["lower_solutions"][client])
         neumann = lambda problem, draw: Neumann(terms=terms, lr=lr)(problem, [(x, y)], draw)[0]

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from scipy.optimize import linprog
 
 from nestfed import Rows, Task, UserError, advance, make, simulate, start, struct
-from nestfed.algorithms.fcfl import Upload, disparity_share, pareto_weights
+from nestfed.algorithms.fcfl import Upload, disparity_share
 from nestfed.algorithms.fedminmax import nearest_weights
 from nestfed.problems import Constrained, Minimax
 
@@ -160,89 +160,7 @@ def test_nearest_weights_are_the_projection(point, known, floor, dtype):
     assert ((corners - p) @ np.where(known, point - p, 0) <= 10 * tolerance).all()
 
 
-# ------------------------------------------------------------------------------------------------- FCFL: programs
-
-KINDS = (
-    "generic",
-    "agreeing",
-    "one zero",
-    "parallel",
-    "repeated",
-    "many sizes",
-    "balanced",
-    "whole numbers",
-    "all zero",
-)
-MOST, DIMENSIONS = 21, 6
-
-
-def gradients_of(kind: str, number: int, random: np.random.Generator) -> np.ndarray:
-    dimensions = int(random.integers(1, DIMENSIONS + 1))
-    g = random.normal(size=(number, dimensions))
-    if kind == "agreeing":
-        g += 3 * random.normal(size=dimensions)
-    elif kind == "one zero":
-        g[random.integers(number)] = 0
-    elif kind == "parallel":
-        g = g[:1] * random.normal(size=(number, 1))
-    elif kind == "repeated":
-        g = np.repeat(g, 2, 0)[:number]
-    elif kind == "many sizes":
-        g *= 10 ** random.uniform(-4, 4, size=(number, 1))
-    elif kind == "balanced":
-        g -= g.mean(0)
-    elif kind == "whole numbers":
-        g = np.round(g)
-    elif kind == "all zero":
-        g *= 0
-    return np.pad(g, ((0, 0), (0, DIMENSIONS - dimensions)))
-
-
-@given(
-    kind=st.sampled_from(KINDS),
-    number=st.integers(1, MOST),
-    seed=st.integers(0, 2**32 - 1),
-    dtype=st.sampled_from([np.float32, np.float64]),
-)
-@settings(max_examples=150, deadline=None)
-def test_pareto_weights_solve_the_linear_program(kind, number, seed, dtype):
-    """Feasible, and as good as the answer of HiGHS, in units of the largest gradient."""
-    random = np.random.default_rng(seed)
-    g = gradients_of(kind, number, random).astype(dtype)
-    target = g[: max(1, number - 1)].mean(0)
-    present = np.zeros(MOST, bool)
-    present[np.sort(random.choice(MOST, number, replace=False))] = True
-    everyone = np.full((MOST, DIMENSIONS), 1e6, dtype)  # what is absent must not even set the scale
-    everyone[present] = g
-    weights = np.asarray(jax.jit(pareto_weights)(everyone, target, present), float)
-    assert not weights[~present].any()
-    a, g, target = weights[present], g.astype(float), target.astype(float)
-
-    norms = np.linalg.norm(g, axis=1)
-    size, target_size = norms.max() or 1.0, np.linalg.norm(target) or 1.0
-    gain = g @ target / (size * target_size)
-    matrix = (g / np.where(norms > 0, norms, 1)[:, None]) @ g.T / size
-    best = linprog(-gain, -matrix, np.zeros(number), np.ones((1, number)), [1.0], method="highs")
-    tolerance = 5e-5 if dtype == np.float32 else 1e-7
-    assert a.min() >= 0 and a.sum() == pytest.approx(1, abs=1e-6)
-    assert (matrix @ a).min() >= -tolerance
-    if best.status == 0:  # with balanced gradients HiGHS may find nothing within its tolerance
-        assert gain @ a >= -best.fun - tolerance
-    else:
-        assert kind in ("balanced", "whole numbers", "parallel")
-
-
-@given(number=st.integers(2, 6), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
-def test_pareto_direction_ignores_order_and_absent_rows(number, seed):
-    random = np.random.default_rng(seed)
-    g = random.normal(size=(number, 8)) + random.normal(size=8)
-    target, order = g.mean(0), random.permutation(number)
-    here = np.ones(number, bool)
-    direction = lambda g, present: np.asarray(jax.jit(pareto_weights)(g, target, present)) @ g
-    expected = direction(g, here)
-    assert direction(g[order], here) == pytest.approx(expected, abs=1e-9)
-    assert direction(np.concatenate([g, 3 * g]), np.append(here, ~here)) == pytest.approx(expected, abs=1e-9)
+# ------------------------------------------------------------------------------------------------- FCFL: directions
 
 
 def test_t21_two_gradients():

@@ -1,7 +1,5 @@
 """Personalised methods against closed forms, clients' own models, and clients that come after training."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from nestfed import Rows, Sample, Task, UserError, advance, make, simulate, start, struct
 from nestfed.algorithms.fedcr import class_from_encoder, divergence, encoder_from_class
-from nestfed.algorithms.fedpac import least_on_simplex
 from nestfed.algorithms.personal_method import clip_together
 from nestfed.problems import GaussianEncoder, Personalised
 from nestfed.verbs.personalise import PersonalTask, adapt, fine_tuned, model_of, predict, spread
@@ -191,39 +188,6 @@ def test_fedpac_weighs_variance_against_difference():
     # Below the smallest eigenvalue the own statistics cost nothing, so that only the other's count.
     assert_allclose(weights([0.009, 1.0, 0.0])[0], 1.0, atol=1e-5)
     assert_allclose(weights([np.nan, 1.0, 0.0]), (1.0, 0.0, 0.0))  # no answer: the own head
-
-
-@given(st.integers(0, 2**32 - 1), PRESENT(5), st.sampled_from([0, 3, 6]))
-@settings(max_examples=60, deadline=None)
-def test_weights_of_heads_are_the_best_on_the_simplex(seed, present, digits):
-    """Against all choices of the weights that are not zero; forms of condition up to 10^digits."""
-    random, present = np.random.default_rng(seed), np.asarray(present)
-    basis, _ = np.linalg.qr(random.normal(size=(5, 5)))
-    form = basis * 10 ** (-digits * random.uniform(size=5)) @ basis.T
-    form = (form + form.T) / 2
-    found = np.asarray(LEAST(form, present))
-    assert found.min() >= 0 and (found[~present] == 0).all()
-    assert_allclose(found.sum(), 1, rtol=1e-12)
-    slope = form @ found
-    price = found @ slope
-    scale = np.diag(form)[present].max()
-    assert (slope[present] >= price - 1e-8 * scale).all()  # no entry is better than the mean: a minimum, convex
-    assert price <= best_value(form[np.ix_(present, present)]) + 1e-8 * scale
-
-
-LEAST = jax.jit(least_on_simplex)
-
-
-def best_value(form):
-    """The least value over all supports whose solution is feasible."""
-    values = []
-    for size in range(1, len(form) + 1):
-        for support in itertools.combinations(range(len(form)), size):
-            part = form[np.ix_(support, support)]
-            a = np.linalg.solve(part, np.ones(size))
-            if (a >= 0).all():
-                values.append(1 / a.sum())
-    return min(values)
 
 
 def test_fedpac_has_the_prototypes_of_all_rows_and_pulls_towards_them():

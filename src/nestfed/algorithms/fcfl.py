@@ -34,16 +34,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import lu_factor, lu_solve
 
+from nestfed.algorithms.interior_point import maximise_on_simplex
 from nestfed.core.algorithm import Algorithm, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.types import Array
-
-NEWTON_STEPS = (
-    30  # measured on 900 programs of 1 to 21 gradients, some of them degenerate: from 25 steps on rounding is reached
-)
 
 
 class Upload(NamedTuple):
@@ -146,64 +142,4 @@ def pareto_weights(gradients, target, present):
     unit = gradients / jnp.where(norms > 0, norms, 1)[:, None]
     size = jnp.max(jnp.where(present, norms, 0))
     size, target_size = (jnp.where(v > 0, v, 1) for v in (size, jnp.linalg.norm(target)))
-    return solve_on_simplex(gradients @ target / (size * target_size), unit @ gradients.T / size, present)
-
-
-def solve_on_simplex(gain, matrix, present):
-    """Maximise gain @ a  s.t.  matrix @ a >= 0 up to an allowance, a >= 0, sum a = 1, over present entries and rows.
-
-    Entries must be about 1 at most, and the program feasible. This is Mehrotra's predictor-corrector method with slacks
-    `s` of the conditions, their prices `y`, reduced gains `z` of the weights and the price `top` of the sum.
-    An absent entry stands still at a = s = y = z = 1.
-    """
-    epsilon = jnp.finfo(gain.dtype).eps
-    # Gradients that balance each other leave no interior; with less than this, rounding would decide.
-    allowance = epsilon**0.7
-    on = present.astype(gain.dtype)
-    size, pairs = gain.size, 2 * on.sum()
-    gain, matrix = jnp.where(present, gain, 0), jnp.where(present[:, None] & present[None], matrix, 0)
-
-    def newton(_, point):
-        a, z, s, y, top = point
-        missing = (
-            on * (top - gain - matrix.T @ y - z),
-            on * (matrix @ a + allowance - s),
-            1 - on @ a,
-        )
-        gap = on @ (a * z + s * y) / pairs
-        # Rows are scaled by a and y: nothing blows up near the solution, as it does in the normal equations.
-        factors = lu_factor(
-            jnp.block(
-                [
-                    [jnp.diag(z), -a[:, None] * matrix.T, (on * a)[:, None]],
-                    [y[:, None] * matrix, jnp.diag(s), jnp.zeros((size, 1), gain.dtype)],
-                    [on[None], jnp.zeros((1, size + 1), gain.dtype)],
-                ]
-            )
-        )
-
-        def move(az, sy):
-            """Return the Newton step towards feasibility and towards these changes of the products a z and s y."""
-            right = jnp.concatenate([on * az - a * missing[0], on * sy - y * missing[1], missing[2][None]])
-            da, dy, dtop = jnp.split(lu_solve(factors, right), [size, 2 * size])
-            return da, on * dtop - matrix.T @ dy + missing[0], matrix @ da + missing[1], dy, dtop[0]
-
-        da, dz, ds, dy, _ = move(-a * z, -s * y)
-        p, q = reach((a, s), (da, ds)), reach((z, y), (dz, dy))
-        predicted = on @ ((a + p * da) * (z + q * dz) + (s + p * ds) * (y + q * dy)) / pairs
-        aim = (predicted / gap) ** 3 * gap
-        da, dz, ds, dy, dtop = move(aim - a * z - da * dz, aim - s * y - ds * dy)
-        p, q = 0.99 * reach((a, s), (da, ds)), 0.99 * reach((z, y), (dz, dy))
-        new = (a + p * da, z + q * dz, s + p * ds, y + q * dy, top + q * dtop)
-        useful = jnp.isfinite(jnp.concatenate([jnp.ravel(v) for v in new])).all() & (gap > 0.1 * epsilon)
-        return jax.tree.map(lambda after, before: jnp.where(useful, after, before), new, point)
-
-    one = jnp.ones_like(gain)
-    start = jnp.where(present, 1 / on.sum(), 1), one, one, one, jnp.max(jnp.where(present, gain, -jnp.inf)) + 1
-    return jnp.where(present, lax.fori_loop(0, NEWTON_STEPS, newton, start)[0], 0)
-
-
-def reach(values, changes):
-    """Return the longest step, at most 1, that keeps all values nonnegative."""
-    v, d = jnp.concatenate(values), jnp.concatenate(changes)
-    return jnp.min(jnp.where(d < 0, -v / jnp.where(d < 0, d, -1), 1), initial=1)
+    return maximise_on_simplex(gradients @ target / (size * target_size), unit @ gradients.T / size, present)

@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import optax
 
+from nestfed.algorithms.server_step import descend, start_memory
 from nestfed.core.algorithm import Algorithm, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, static, struct
@@ -114,8 +115,7 @@ class DSFedDRO(Algorithm):
     def init(self, problem, params, draw, fed):
         (x,) = params
         y = fed.mean(problem.first_estimate(x, draw, self.first_batches))
-        memory = None if self.optimizer is None else self.optimizer.init(x)
-        return self.State(x, problem.into_domain(y, draw(0))[0], memory)
+        return self.State(x, problem.into_domain(y, draw(0))[0], start_memory(self.optimizer, x))
 
     def step(self, problem, s, draw, fed):
         y = s.y if self.inner_eval == "local" else fed.server.y
@@ -129,13 +129,9 @@ class DSFedDRO(Algorithm):
         return self.server_step(problem, s, draw(1), fed) if fed.sync else s
 
     def server_step(self, problem, s, batch, fed):
-        before, memory = fed.server, s.memory
+        before = fed.server
         x, y = fed.mean((s.x, s.y), around=(before.x, before.y))
-        if self.optimizer is None:
-            x = before.x + self.server_lr * (x - before.x)
-        else:
-            update, memory = self.optimizer.update(before.x - x, memory, before.x)
-            x = before.x + update
+        x, memory = descend(self.optimizer, self.server_lr, before.x, before.x - x, s.memory)
         y, outside = problem.into_domain(before.y + self.server_inner_lr * (y - before.y), batch)
         fed.note("server_projected_share", outside)
         return s._replace(x=problem.feasible_x(x), y=y, memory=memory)

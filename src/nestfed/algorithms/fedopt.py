@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from nestfed.algorithms.fedavg import FedAvg
+from nestfed.algorithms.server_step import descend, start_memory
 from nestfed.core.algorithm import Server, Shared
 from nestfed.core.settings import setting, static, struct
 
@@ -43,14 +44,13 @@ class FedOpt(FedAvg):
 
     def init(self, problem, params, draw, fed):
         (x,) = params
-        return self.State(x, self.server_optimizer().init(x))
+        return self.State(x, start_memory(self.server_optimizer(), x))
 
     def step(self, problem, s, draw, fed):
         s = super().step(problem, s, draw, fed)
         if fed.sync:
-            pseudo_gradient = fed.server.x - s.x
-            update, memory = self.server_optimizer().update(pseudo_gradient, s.memory, fed.server.x)
-            s = self.State(problem.feasible_x(fed.server.x + update), memory)
+            x, memory = descend(self.server_optimizer(), 1, fed.server.x, fed.server.x - s.x, s.memory)
+            s = self.State(problem.feasible_x(x), memory)
         return s
 
 

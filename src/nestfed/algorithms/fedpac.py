@@ -33,17 +33,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.scipy.linalg import lu_factor, lu_solve
 from jax.tree_util import Partial
 
-from nestfed.algorithms.fcfl import reach
+from nestfed.algorithms.interior_point import minimise_form_on_simplex
 from nestfed.algorithms.personal_method import HeadThenBody, count_classes
 from nestfed.core.algorithm import Local, Sample, Scratch, Shared
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array
 
-INTERIOR_STEPS = 40  # measured on programs of 50 clients: the conditions of a minimum then hold to rounding
 DROPPED = 1e-6  # a dropped eigenvalue becomes this share of the largest: the best weights are then unique
 
 
@@ -149,54 +146,13 @@ class FedPAC(HeadThenBody):
         values, vectors = jnp.linalg.eigh(form)
         nothing = DROPPED * jnp.where(values[-1] > 0, values[-1], 1)
         kept = jnp.where(values >= jnp.maximum(self.smallest_eigenvalue, nothing), values, nothing)
-        weights = least_on_simplex((vectors * kept[None]) @ vectors.T, present)
+        weights = minimise_form_on_simplex((vectors * kept[None]) @ vectors.T, present)
         weights = jnp.where(weights >= self.smallest_weight, weights, 0)
         alone = (jnp.arange(len(present)) == slot).astype(weights.dtype)
         total = weights.sum()
-        return jnp.where(jnp.isfinite(total) & (total > 0), weights / jnp.where(total > 0, total, 1), alone)
+        return jnp.where(jnp.isfinite(form).all() & (total > 0), weights / jnp.where(total > 0, total, 1), alone)
 
 
 def pull(prototypes, strength, z, labels):
     """Return strength times the mean squared gap to the prototypes of the rows' classes."""
     return strength * jnp.mean((z - prototypes[labels]) ** 2)
-
-
-def least_on_simplex(form, present):
-    """Return the a on the simplex, zero where not present, with least a^T form a; `form` is positive definite there.
-
-    This is Mehrotra's predictor-corrector method with the gradients' excess `z` over the price `top` of the sum. An
-    absent entry stands still at a = z = 1.
-    """
-    epsilon = jnp.finfo(form.dtype).eps
-    on = present.astype(form.dtype)
-    number = on.sum()
-    form = form * on[:, None] * on[None]
-    form = form / jnp.max(jnp.diag(form))
-
-    def newton(_, point):
-        a, z, top = point
-        missing = on * (form @ a - top - z)
-        gap = on @ (a * z) / number
-        # Rows are scaled by a: nothing blows up near the solution, as it does in the normal equations.
-        matrix = jnp.block([[a[:, None] * form + jnp.diag(z), -(on * a)[:, None]], [on[None], jnp.zeros((1, 1))]])
-        factors = lu_factor(matrix.astype(form.dtype))
-
-        def move(products):
-            """Return the step towards feasibility and towards this change of the products a z."""
-            right = jnp.append(on * (products - a * missing), 1 - on @ a)
-            solution = lu_solve(factors, right)
-            da, dtop = solution[:-1], solution[-1]
-            return da, on * (form @ da - dtop + missing), dtop
-
-        da, dz, _ = move(-a * z)
-        p = reach((a, z), (da, dz))
-        aim = (on @ ((a + p * da) * (z + p * dz)) / number / gap) ** 3 * gap
-        da, dz, dtop = move(aim - a * z - da * dz)
-        p = 0.99 * reach((a, z), (da, dz))
-        new = (a + p * da, z + p * dz, top + p * dtop)
-        useful = jnp.isfinite(jnp.append(jnp.concatenate(new[:2]), new[2])).all() & (gap > 0.01 * epsilon)
-        return jax.tree.map(lambda after, before: jnp.where(useful, after, before), new, point)
-
-    one = jnp.ones_like(on)
-    start = jnp.where(present, 1 / number, 1), one, jnp.zeros((), form.dtype)
-    return jnp.where(present, lax.fori_loop(0, INTERIOR_STEPS, newton, start)[0], 0)

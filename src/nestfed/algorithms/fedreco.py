@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import optax
 
 from nestfed.algorithms.personal_method import HeadThenBody, clip_together
+from nestfed.algorithms.server_step import descend, start_memory
 from nestfed.core.algorithm import Local, Sample, Scratch, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, static, struct
@@ -65,8 +66,7 @@ class FedReCo(HeadThenBody):
 
     def start(self, params):
         u, v = params
-        memory = None if self.optimizer is None else self.optimizer.init(u)
-        return u, u, v, memory
+        return u, u, v, start_memory(self.optimizer, u)
 
     def direction(self, problem, s, draw, fed):
         return problem.grad_coupled(s.u, s.v, s.u0, self.coupling, draw(0))
@@ -83,12 +83,8 @@ class FedReCo(HeadThenBody):
     def server_step(self, s, gradient, fed):
         (mean,), over = clip_together((fed.mean(gradient),), self.clip)
         fed.note("server_clipped_share", over)
-        mean, memory = mean * (self.coupling / 2 if self.server_scale_lambda else 1), s.memory
-        if self.optimizer is None:
-            u0 = s.u0 - at(self.server_lr, fed.t) * mean
-        else:
-            update, memory = self.optimizer.update(mean, memory, s.u0)
-            u0 = s.u0 + update
+        mean = mean * (self.coupling / 2 if self.server_scale_lambda else 1)
+        u0, memory = descend(self.optimizer, at(self.server_lr, fed.t), s.u0, mean, s.memory)
         return s._replace(u0=u0, memory=memory)
 
 

@@ -18,8 +18,9 @@ Departures
     `simulate(..., output="random")`. Here the large batch is refresh_batches times the small one.
   * With few clients a renewed estimate knows only the cohort's clients: the limit is where the mean over cohorts S of
     Z_S^T grad f(Y_S) is zero, which is another point than the solution.
-  * The recursion can leave the domain of f, which is projected, which is noted; for the mean of exponentials with small
-    batches that happens often, and the bound of `bound_slope` does not apply to a sum of Jacobians. Take many batches.
+  * The recursion can leave the domain of f; it is projected then, and that is noted. For the mean of exponentials
+    with small batches that happens often, and the bound of `bound_slope` does not apply to a sum of Jacobians. Take
+    many batches.
 """
 
 from typing import NamedTuple

@@ -18,15 +18,18 @@ Ref.   Yang, Xiao and Ji, "SimFBO: towards simple, flexible and communication-ef
 Departures  Aggregation coefficients are 1. Clients' own numbers of steps come from `Task.local_steps` (at most
        `local_steps`); with them ShroFBO sends one more number, tau_k. With few clients the paper draws them uniformly
        and weighs them by w_k K / |S|; here a client is drawn as often as its weight says, and all who are there count
-       alike: both means are right on average, this one with less spread.
+       alike: both means are right on average, this one with less spread. Any optax optimiser can take the server's
+       step of x (`optimizer=`); server_lr is then not used.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import optax
 
-from nestfed.core.algorithm import Algorithm, Scratch, Shared
-from nestfed.core.settings import setting, struct
+from nestfed.algorithms.server_step import descend, start_memory
+from nestfed.core.algorithm import Algorithm, Scratch, Server, Shared
+from nestfed.core.settings import setting, static, struct
 
 
 @struct
@@ -41,6 +44,8 @@ class SimFBO(Algorithm):
     server_z_lr: float = setting("gamma_z: server step size of z", above=0)
     radius: float = setting("r: z is projected onto this ball", default=float("inf"), above=0)
 
+    optimizer: optax.GradientTransformation | None = static(default=None)
+
     family = "bilevel"
     scope = "global"
     uneven_steps = True
@@ -49,18 +54,19 @@ class SimFBO(Algorithm):
         x: Shared
         y: Shared
         z: Shared
+        memory: Server  # of the server's optimiser
         q: Scratch  # sums of the round's directions (q_x, q_y, q_z)
 
     def init(self, problem, params, draw, fed):
         x, y = params
-        return self.State(x, y, jnp.zeros_like(y), None)
+        return self.State(x, y, jnp.zeros_like(y), start_memory(self.optimizer, x), None)
 
     def begin(self, server, client):
         s = super().begin(server, client)
         return s._replace(q=tuple(jnp.zeros_like(v) for v in s[:3]))
 
     def step(self, problem, s, draw, fed):
-        x, y, z = s.x, s.y, s.z
+        x, y, z, memory = s.x, s.y, s.z, s.memory
         fx, fy = problem.grad_upper(x, y, draw(1))
         h_x = fx - problem.mixed_vector(x, y, draw(2), z)
         h_y = problem.grad_lower(x, y, draw(0))
@@ -70,14 +76,15 @@ class SimFBO(Algorithm):
         q = tuple(total + h for total, h in zip(s.q, (h_x, h_y, h_z), strict=True))
         if fed.sync:
             (q_x, q_y, q_z), rho = self.average(q, fed)
-            x = problem.feasible_x(fed.server.x - self.server_lr * rho * q_x)
+            x, memory = descend(self.optimizer, self.server_lr, fed.server.x, rho * q_x, memory)
+            x = problem.feasible_x(x)
             y = problem.feasible_y(fed.server.y - self.server_lower_lr * rho * q_y)
             z = self.project(fed.server.z - self.server_z_lr * rho * q_z)
         else:
             x = problem.feasible_x(x - self.lr * h_x)
             y = problem.feasible_y(y - self.lower_lr * h_y)
             z = z - self.z_lr * h_z
-        return self.State(x, y, z, q)
+        return self.State(x, y, z, memory, q)
 
     def average(self, q, fed):
         """Return (averaged directions, factor of the server steps)."""

@@ -64,6 +64,7 @@ class ClientRows:
     """
 
     columns: PyTree  # every leaf [rows of the pool, ...], or None if the client has constants only
+    id: Array  # the client's, of `Rows.ids`
     offset: Array
     size: Array
     constants: PyTree
@@ -268,6 +269,7 @@ class Rows:
         mine = lambda tree: jax.tree.map(lambda a: jnp.asarray(a)[position], tree)
         return ClientRows(
             columns=self.columns,
+            id=mine(self.ids),
             offset=mine(self.offsets),
             size=mine(self.sizes),
             constants=mine(self.constants),

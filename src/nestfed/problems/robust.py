@@ -11,6 +11,7 @@ or within a limit. `losses(x, batch, key)` gives one loss per row of a batch; x 
 All of them add (weight_decay / 2) |x|^2.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from nestfed.core.settings import setting, static, struct
 from nestfed.core.types import Array, PyTree
 from nestfed.problems import Compositional, SingleLevel
 
+OverRows = Callable[[Callable[[Any], Any]], Any]  # takes a function of a batch; its exact mean over all clients' rows
 _PRICE = "lambda: the price of moving weight to bad rows; the smaller, the more cautious"
 _DECAY = "mu: (mu / 2) |x|^2 is added"
 
@@ -32,8 +34,16 @@ def half_square(x: PyTree) -> Array:
     return 0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(x))
 
 
+class WeighsRows(abc.ABC):
+    """A problem whose adversary gives every row a weight w, of mean 1."""
+
+    @abc.abstractmethod
+    def describe_weights(self, x: PyTree, over_rows: OverRows, key: Array) -> dict[str, Array]:
+        """How w is spread at x: `effective_share`, (mean w)^2 / mean w^2, and what tells whether the formula holds."""
+
+
 @struct
-class KL(Compositional):
+class KL(Compositional, WeighsRows):
     """g = mean exp(l / price), f(y) = price log y. Losses must not be negative: then g >= 1, and y is kept there.
 
     scale "paper" leaves out the factor price of f, as FedDRO's paper does: gradients are 1 / price times larger, so
@@ -75,9 +85,14 @@ class KL(Compositional):
     def bound_slope(self, slope):
         return jnp.minimum(slope, self.factor * self.largest_weight)
 
+    def describe_weights(self, x, over_rows, key):
+        exponents = lambda batch: self.losses(x, batch, key) / self.price
+        first, second = over_rows(lambda b: (Scaled.mean_exp(exponents(b)), Scaled.mean_exp(2 * exponents(b))))
+        return {"effective_share": jnp.exp(2 * first.log() - second.log())}
+
 
 @struct
-class ChiSquare(Compositional):
+class ChiSquare(Compositional, WeighsRows):
     """g = mean l, h = mean l + mean l^2 / (2 price), f(y) = -y^2 / (2 price): the mean plus Var / (2 price).
 
     This is exact while no weight 1/n + (l_i - mean l) / (price n) is negative, that is while every loss is at least the
@@ -104,9 +119,16 @@ class ChiSquare(Compositional):
     def project_y(self, y):
         return jnp.maximum(y, 0)
 
+    def describe_weights(self, x, over_rows, key):
+        mean = over_rows(lambda batch: jnp.mean(self.losses(x, batch, key)))
+        weights = lambda batch: 1 + (self.losses(x, batch, key) - mean) / self.price
+        negative = lambda w: jnp.mean((w < 0).astype(w.dtype))
+        square, share = over_rows(lambda batch: (jnp.mean(weights(batch) ** 2), negative(weights(batch))))
+        return {"effective_share": 1 / square, "negative_share": share}
+
 
 @struct
-class CVaR(Compositional):
+class CVaR(Compositional, WeighsRows):
     """The mean of the worst share `tail` of losses: g = mean smooth (l - c)_+, f(y) = y / tail, h = c.
 
     The threshold c is a variable: x is {"model": the user's tree, "threshold": c}, made by `start`. (v)_+ is smoothed
@@ -133,6 +155,12 @@ class CVaR(Compositional):
 
     def project_y(self, y):
         return jnp.maximum(y, 0)
+
+    def describe_weights(self, x, over_rows, key):
+        excess = lambda batch: self.losses(x["model"], batch, key) - x["threshold"]
+        weights = lambda batch: jax.nn.sigmoid(excess(batch) / self.width)
+        mean, square = over_rows(lambda batch: (jnp.mean(weights(batch)), jnp.mean(weights(batch) ** 2)))
+        return {"effective_share": mean**2 / square, "tail_mass": mean / self.tail}
 
 
 @struct

@@ -108,8 +108,7 @@ class PersonalTask(Task):
         """What a client's model is judged by."""
         if self.test is None:
             return {"train": data}
-        # Clients have rows of their own: where they begin tells which client this is.
-        return {"train": data, "test": self.test.client(jnp.argmax(jnp.asarray(self.data.offsets) == data.offset))}
+        return {"train": data, "test": self.test.client(jnp.argmax(jnp.asarray(self.test.ids) == data.id))}
 
     def metrics(self, server, client, data, fed):
         u, v = self.problem.model_of(server, client)

@@ -5,7 +5,7 @@ run, to the end of a run, or to a point of your own:
 
     simulate(algorithm, task, rounds=100, metrics=diagnostics.bilevel, unsynced=True)
     evaluate(algorithm, task, result.run, metrics=diagnostics.curvature)
-    measure(task, diagnostics.hypergradients, x=x, y=y)
+    evaluate_at(task, diagnostics.hypergradients, x=x, y=y)
 
     objective              objective and squared gradient norm, for every family in PARTS
     single_level, bilevel, compositional
@@ -21,7 +21,7 @@ lower problems are solved by Newton's method with dense matrices, as if y were f
 """
 
 from nestfed.verbs.diagnostics.exact import PARTS, Lower, Part
-from nestfed.verbs.diagnostics.points import EstimatorError, estimator_error, finite_differences, measure
+from nestfed.verbs.diagnostics.points import EstimatorError, estimator_error, evaluate_at, finite_differences
 from nestfed.verbs.diagnostics.programs import (
     bilevel,
     compositional,
@@ -52,7 +52,7 @@ __all__ = [
     "gradients",
     "hypergradients",
     "lipschitz_quotient",
-    "measure",
+    "evaluate_at",
     "momentum_errors",
     "objective",
     "single_level",

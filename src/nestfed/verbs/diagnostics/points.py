@@ -21,7 +21,7 @@ from nestfed.engine.steps import Call, Inputs, make_client, make_draws, only_cli
 from nestfed.verbs.diagnostics.programs import gradients
 
 
-def measure(task: Task, program: Callable, *, seed: Any = 0, **point: PyTree) -> dict[str, np.ndarray]:
+def evaluate_at(task: Task, program: Callable, *, seed: Any = 0, **point: PyTree) -> dict[str, np.ndarray]:
     """A diagnostic (and the task's own metrics) at a point of your choice, without an algorithm.
 
     The point is given by the problem's variables, as trees or flat vectors; those left out are the task's start.
@@ -55,7 +55,7 @@ def _state(variables: tuple[str, ...]) -> Any:
 def finite_differences(task: Task, *, step: float = 1e-5, **point: PyTree) -> np.ndarray:
     """The gradient of the exact objective by central differences: 2 d values, lower problems solved anew at each."""
     x = np.asarray(task.problem.layouts[0].flatten(point.pop("x")) if "x" in point else task.params[0])
-    value = lambda x: measure(task, gradients, x=x, **point)["objective"]  # compiled already if compared with
+    value = lambda x: evaluate_at(task, gradients, x=x, **point)["objective"]  # compiled already if compared with
     return np.array([(value(x + e) - value(x - e)) / (2 * step) for e in step * np.eye(x.size, dtype=x.dtype)])
 
 
@@ -80,8 +80,8 @@ def estimator_error(
     """Bias and variance of `estimate(problem, draw)` at the client of this position, from independent repetitions.
 
     `draw(0)`, `draw(1)`, ... are independent batches, as in an algorithm's step. For a stochastic gradient and for a
-    truncated series, with the exact values from `gradients` or `hypergradients` by `measure`, and for the value of a
-    composition on one batch, whose bias falls like 1 / batch_size:
+    truncated series, with the exact values from `gradients` or `hypergradients` by `evaluate_at`, and for the value
+    of a composition on one batch, whose bias falls like 1 / batch_size:
 
         estimator_error(task, lambda problem, draw: problem.gradient(x, draw(0)), exact)
         estimator_error(task, lambda problem, draw: Neumann(terms=5)(problem, [(x, y)], draw)[0], exact)

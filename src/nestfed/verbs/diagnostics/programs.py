@@ -9,10 +9,10 @@ from jax import lax
 from jax.random import normal
 
 from nestfed.core.algorithm import Sample
-from nestfed.core.scaled import Scaled, is_scaled
+from nestfed.core.scaled import is_scaled
 from nestfed.core.settings import UserError
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.robust import KL, ChiSquare, CVaR
+from nestfed.problems.robust import WeighsRows
 from nestfed.verbs.diagnostics.exact import EXACT, Part, bilevel_part, inner_values, lower_variable, norm2, part_of
 
 LANCZOS_STEPS = 50  # exact up to this dimension, estimates from inside the spectrum beyond it
@@ -97,24 +97,11 @@ def worst_case(task, server, client, data, fed):
     tail_mass        CVaR: the mass of the weights, which is 1 where the threshold is the best one
     """
     problem, x = task.problem, task.problem.tree(0, server.x)
-    over_rows = lambda function: fed.mean(data.average(lambda batch: function(batch)))
-    if isinstance(problem, KL):
-        exponents = lambda batch: problem.losses(x, batch, fed.key) / problem.price
-        first, second = over_rows(lambda b: (Scaled.mean_exp(exponents(b)), Scaled.mean_exp(2 * exponents(b))))
-        return {"effective_share": jnp.exp(2 * first.log() - second.log())}
-    if isinstance(problem, ChiSquare):
-        losses = lambda batch: problem.losses(x, batch, fed.key)
-        mean = over_rows(lambda batch: jnp.mean(losses(batch)))
-        weights = lambda batch: 1 + (losses(batch) - mean) / problem.price
-        negative = lambda w: jnp.mean((w < 0).astype(w.dtype))
-        square, share = over_rows(lambda batch: (jnp.mean(weights(batch) ** 2), negative(weights(batch))))
-        return {"effective_share": 1 / square, "negative_share": share}
-    if isinstance(problem, CVaR):
-        excess = lambda batch: problem.losses(x["model"], batch, fed.key) - x["threshold"]
-        weights = lambda batch: jax.nn.sigmoid(excess(batch) / problem.width)
-        mean, square = over_rows(lambda batch: (jnp.mean(weights(batch)), jnp.mean(weights(batch) ** 2)))
-        return {"effective_share": mean**2 / square, "tail_mass": mean / problem.tail}
-    raise UserError(f"worst-case weights are of KL, ChiSquare and CVaR problems; {type(problem).__name__} was given.")
+    if not isinstance(problem, WeighsRows):
+        raise UserError(
+            f"worst-case weights are of KL, ChiSquare and CVaR problems; {type(problem).__name__} was given."
+        )
+    return problem.describe_weights(x, lambda function: fed.mean(data.average(function)), fed.key)
 
 
 def gradients(task, server, client, data, fed):
