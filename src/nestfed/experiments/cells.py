@@ -61,9 +61,7 @@ class Cell(NamedTuple):
         )
         return pd.concat([frame(i) for i in range(len(self.seeds))], ignore_index=True)
 
-    def best(
-        self, metric: str, *, smallest: bool = False, at: int = -1, among: Collection[int] | None = None
-    ) -> int:  # fmt: skip
+    def best(self, metric: str, *, smallest: bool = False, at: int = -1, among: Collection[int] | None = None) -> int:
         """The setting with the largest (or smallest) mean over seeds at an evaluation, the last one if nothing is said,
         perhaps among some settings only. One that diverged for any seed until then is passed over."""
         value = self.metrics[metric][:, :, at].mean(1) * (-1 if smallest else 1)
@@ -141,12 +139,14 @@ def _cell(settings: Any, tasks: Any, seeds: Sequence[int], history: Any, diverge
         metrics={name: values for name, values in history.items() if name != "round"},
         diverged=diverged,
         cost={
-            "exchanges": ledger.exchanges, "bytes_up": ledger.bytes_up, "bytes_down": ledger.bytes_down,
+            "exchanges": ledger.exchanges,
+            "bytes_up": ledger.bytes_up,
+            "bytes_down": ledger.bytes_down,
             "oracles": ledger.oracles,
         },
         seconds=time.monotonic() - began,
         machine=jax.devices()[0].device_kind,
-    )  # fmt: skip
+    )
 
 
 def tabulate(make: Callable[[], pd.DataFrame]) -> Table:

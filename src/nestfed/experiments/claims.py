@@ -27,13 +27,19 @@ def claims_table(claims: Sequence[Claim]) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "claim": claim.number, "compared": claim.compared, "case": case, "difference": result.mean,
-                "low": result.low, "high": result.high, "p": result.p, "seeds": result.n,
+                "claim": claim.number,
+                "compared": claim.compared,
+                "case": case,
+                "difference": result.mean,
+                "low": result.low,
+                "high": result.high,
+                "p": result.p,
+                "seeds": result.n,
             }
             for claim in claims
             for case, result in claim.results.items()
         ]
-    )  # fmt: skip
+    )
 
 
 def markdown_claims(claims: Sequence[Claim]) -> str:

@@ -67,9 +67,15 @@ def lines_over(
             for method, look in drawn.items():
                 own = table[table.method == method].sort_values(across)
                 axes.errorbar(
-                    own[across], own[metric], yerr=own[f"{metric}, std"], color=look.colour, marker=look.marker,
-                    linewidth=2, elinewidth=1.2, label=look.title,
-                )  # fmt: skip
+                    own[across],
+                    own[metric],
+                    yerr=own[f"{metric}, std"],
+                    color=look.colour,
+                    marker=look.marker,
+                    linewidth=2,
+                    elinewidth=1.2,
+                    label=look.title,
+                )
             for (title, values), dash in zip((levels or {}).items(), LEVELS, strict=False):
                 axes.axhline(values[metric], color=MUTED, linestyle=dash, linewidth=1.4, label=title)
             axes.set_xscale("log")

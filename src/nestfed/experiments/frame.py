@@ -177,18 +177,22 @@ class Experiment:
     def render(self, trainings: Trainings[Any], page: Page) -> str:
         """The text of the page."""
         cells = [trainings.result(name) for name in trainings.names() if trainings.done(name)]
-        environment = jinja2.Environment(
-            keep_trailing_newline=True, trim_blocks=True, undefined=jinja2.StrictUndefined
-        )  # fmt: skip
+        environment = jinja2.Environment(keep_trailing_newline=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
         environment.filters["markdown"] = markdown
         template = environment.from_string(self.template.read_text(encoding="utf-8"))
         return template.render(
-            plan=trainings.plan, command=trainings.command, quick=trainings.plan == self.quick,
-            tables={**page.tables, **page.shown}, claims=markdown_claims(page.claims),
-            seconds=sum(cell.seconds for cell in cells), machines=", ".join(sorted({cell.machine for cell in cells})),
-            host=f"{platform.machine()}, {os.cpu_count()} cores", python=platform.python_version(),
-            jax=importlib.metadata.version("jax"), **page.words,
-        )  # fmt: skip
+            plan=trainings.plan,
+            command=trainings.command,
+            quick=trainings.plan == self.quick,
+            tables={**page.tables, **page.shown},
+            claims=markdown_claims(page.claims),
+            seconds=sum(cell.seconds for cell in cells),
+            machines=", ".join(sorted({cell.machine for cell in cells})),
+            host=f"{platform.machine()}, {os.cpu_count()} cores",
+            python=platform.python_version(),
+            jax=importlib.metadata.version("jax"),
+            **page.words,
+        )
 
 
 def markdown(table: pd.DataFrame) -> str:

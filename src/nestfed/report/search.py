@@ -48,8 +48,15 @@ def _map(figure: Figure, axes: Any, table: Any, usable: Any, keys: Sequence[str]
     axes.set(xlabel=keys[0], ylabel=keys[1])
     for i, j in np.ndindex(values.shape):
         number = values.iat[i, j]
-        axes.text(j, i, f"{number:.4g}" if np.isfinite(number) else "diverged", ha="center", va="center", fontsize=9,
-                  bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 2})  # fmt: skip
+        axes.text(
+            j,
+            i,
+            f"{number:.4g}" if np.isfinite(number) else "diverged",
+            ha="center",
+            va="center",
+            fontsize=9,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 2},
+        )
     figure.colorbar(image, ax=axes, label=title_of(metric))
 
 
