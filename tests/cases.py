@@ -345,6 +345,12 @@ CASES: dict[str, Case] = {
     "local-scgdm": Case(
         SINGLE, "local composition", lambda d, _: 2 * d + INNER, 1, {"GRAD": STEPS, "VJP": STEPS}, 2 * STEPS
     ),
+    "local-scgd-own": Case(
+        SINGLE, "local composition", lambda d, _: d, 1, {"GRAD": STEPS, "VJP": STEPS}, 2 * STEPS
+    ),
+    "local-scgdm-own": Case(
+        SINGLE, "local composition", lambda d, _: 2 * d, 1, {"GRAD": STEPS, "VJP": STEPS}, 2 * STEPS
+    ),
     "local-scgd-conditional": Case(SINGLE, "conditional", lambda d, _: d + 1, 1, {"VJP": STEPS}, STEPS),
     "local-scgdm-conditional": Case(SINGLE, "conditional", lambda d, _: 2 * d + 1, 1, {"VJP": STEPS}, STEPS),
     "fastdro": Case(

@@ -219,9 +219,9 @@ LOCAL_TARGET = 1.1686673  # T1e: of the mean of the clients' own compositions
         ("gcivr", {"local_steps": 3}, "global", 0.0),
         ("comfedl", {}, "local", LOCAL_TARGET),
         ("local-scgd", {"inner_lr": 1.0}, "local", LOCAL_TARGET),
-        ("local-scgd", {"inner_lr": 0.3, "average_inner": False}, "local", LOCAL_TARGET),
+        ("local-scgd-own", {"inner_lr": 0.3}, "local", LOCAL_TARGET),
         ("local-scgdm", {"inner_lr": 1.0, "momentum_lr": 0.3}, "local", LOCAL_TARGET),
-        ("local-scgdm", {"inner_lr": 0.3, "average_inner": False}, "local", LOCAL_TARGET),
+        ("local-scgdm-own", {"inner_lr": 0.3}, "local", LOCAL_TARGET),
     ],
 )
 def test_t1e_limits(name, options, scope, target):

@@ -419,6 +419,10 @@ LIMITS: dict[str, Callable[[], Limit]] = {
     "comfedl": lambda: Limit(SLOW, own_lines, {"x": OWN_COMPOSITIONS}),
     "local-scgd": lambda: Limit(SLOW | {"inner_lr": 1.0}, own_lines, {"x": OWN_COMPOSITIONS}),
     "local-scgdm": lambda: Limit(SLOW | {"inner_lr": 1.0, "momentum_lr": 0.1}, own_lines, {"x": OWN_COMPOSITIONS}),
+    "local-scgd-own": lambda: Limit(SLOW | {"inner_lr": 0.3}, own_lines, {"x": OWN_COMPOSITIONS}),
+    "local-scgdm-own": lambda: Limit(
+        SLOW | {"inner_lr": 0.3, "momentum_lr": 0.1}, own_lines, {"x": OWN_COMPOSITIONS}
+    ),
     "local-scgd-conditional": lambda: conditional_limit(SLOW | {"inner_lr": 1.0}),
     "local-scgdm-conditional": lambda: conditional_limit(SLOW | {"inner_lr": 1.0, "momentum_lr": 0.1}),
     # A price so high that nobody moves weight: what is left is the weights of clients.

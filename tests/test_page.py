@@ -18,11 +18,11 @@ def chromium(tmp_path_factory):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if not (browser and driver):
-        missing("chromium and chromedriver are not installed: the page is not tested in a browser")
+        missing("BROWSER", "chromium and chromedriver are not installed: the page is not tested in a browser")
     try:
         from selenium import webdriver
     except ImportError:
-        missing("selenium is not installed: the page is not tested in a browser")
+        missing("BROWSER", "selenium is not installed: the page is not tested in a browser")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     for flag in (

@@ -52,7 +52,7 @@ def t11():
 
 def test_t11_values_and_gradient():
     problem, x, h, batch = t11()
-    y = problem.inner_values(x, batch, KEY)
+    y = problem.inner_values(x, Sample(batch, KEY))
     np.testing.assert_allclose(3 * y, [[0.25, 0.26], [1.69, 2.33]], rtol=1e-12)
     np.testing.assert_allclose(-problem.outer(y), [0.9615385, 0.7253219], atol=1e-7)
     assert problem.value(x, Sample(batch, KEY)) == pytest.approx(-0.8434302, abs=1e-7)
@@ -62,7 +62,7 @@ def test_t11_values_and_gradient():
 
 def test_gradient_is_the_frozen_weights_times_the_gradients_of_the_pairs():
     problem, x, h, batch = t11()
-    y = problem.inner_values(x, batch, KEY)
+    y = problem.inner_values(x, Sample(batch, KEY))
     weights = (y[:, :1] - y[:, 1:] * batch.positive[None, :]) / y[:, 1:] ** 2
     weighted = jax.grad(lambda h: jnp.mean(weights * problem.pair_losses(h[:2], h)))(h)
     np.testing.assert_allclose(problem.gradient(x, Sample(batch, KEY)), weighted * h * (1 - h), rtol=1e-12)
@@ -291,11 +291,11 @@ def test_soap_keeps_one_estimate_per_positive():
     fed = Fed(**words, sync=False, t=0, step=0, server=None, key=KEY, shared_key=KEY, share=1.0)
     step = jax.jit(lambda state, sample: algorithm.step(task.problem, state, lambda j: sample, fed))
     once = step(algorithm.init(task.problem, (x,), lambda j: sample([2, 2, 3]), fed), sample([2, 2, 3]))
-    seen = task.problem.inner_values(x, sample([2, 2, 3]).batch, KEY)
+    seen = task.problem.inner_values(x, sample([2, 2, 3]))
     np.testing.assert_allclose(once.u, jnp.stack([seen[0], seen[2], *jnp.zeros((3, 2))]), rtol=1e-12)
     np.testing.assert_allclose(once.x, x - 0.1 * task.problem.gradient(x, sample([2, 2, 3])), rtol=1e-12)
     twice = step(once, sample([2, 4, 4]))
-    new = task.problem.inner_values(once.x, sample([2, 4, 4]).batch, KEY)
+    new = task.problem.inner_values(once.x, sample([2, 4, 4]))
     expected = jnp.stack([0.75 * seen[0] + 0.25 * new[0], seen[2], new[1], *jnp.zeros((2, 2))])
     np.testing.assert_allclose(twice.u, expected, rtol=1e-12)
 

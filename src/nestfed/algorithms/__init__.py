@@ -24,7 +24,14 @@ from nestfed.algorithms.fedpac import FedPAC
 from nestfed.algorithms.fedreco import FedReCo, FedReCoPVR
 from nestfed.algorithms.fedrep import FedBABU, FedRep
 from nestfed.algorithms.gcivr import GCIVR
-from nestfed.algorithms.local_scgd import LocalSCGD, LocalSCGDConditional, LocalSCGDM, LocalSCGDMConditional
+from nestfed.algorithms.local_scgd import (
+    LocalSCGD,
+    LocalSCGDConditional,
+    LocalSCGDM,
+    LocalSCGDMConditional,
+    LocalSCGDMOwn,
+    LocalSCGDOwn,
+)
 from nestfed.algorithms.mbsgd import MBSGD, Unconstrained
 from nestfed.algorithms.pdsgd import PDSGD
 from nestfed.algorithms.scaffold import Scaffold
@@ -63,6 +70,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "comfedl": ComFedL,
     "local-scgd": LocalSCGD,
     "local-scgdm": LocalSCGDM,
+    "local-scgd-own": LocalSCGDOwn,
+    "local-scgdm-own": LocalSCGDMOwn,
     "local-scgd-conditional": LocalSCGDConditional,
     "local-scgdm-conditional": LocalSCGDMConditional,
     "fastdro": FastDRO,

@@ -40,8 +40,8 @@ from nestfed.core.settings import setting, struct
 
 
 @struct
-class CODAPlus(Algorithm):
-    """Descends and ascends locally around a reference point, in stages that restart from averages."""
+class ProximalStages(Algorithm):
+    """Holds what the two methods have in common: stages with a fixed reference and smaller steps in each."""
 
     lr: float = setting("eta: step size of the first stage", above=0)
     dual_lr: float | None = setting("step size of alpha in the first stage; none: lr", default=None, above=0)
@@ -51,31 +51,6 @@ class CODAPlus(Algorithm):
     shrink: float = setting("what step sizes are divided by after a stage", default=3.0, at_least=1)
 
     family = "minimax"
-
-    class State(NamedTuple):
-        x: Shared
-        alpha: Shared
-        reference: Shared  # x at the start of the stage
-        stage: Shared  # the number of the stage
-        began: Shared  # the step index at the start of the stage
-        total: Local  # the sum of (x_k, alpha_k) over the client's steps in the stage `own_stage`
-        steps: Local  # the number of these steps
-        own_stage: Local  # the stage of the client's last step
-
-    def init(self, problem, params, draw, fed):
-        x, alpha = params
-        zero, nothing = jnp.zeros((), jnp.int32), (jnp.zeros_like(x), jnp.zeros_like(alpha))
-        return self.State(
-            x=x, alpha=alpha, reference=x, stage=zero, began=zero, total=nothing, steps=zero, own_stage=zero
-        )
-
-    def step(self, problem, s, draw, fed):
-        s = self.local_step(problem, s, draw, fed)
-        if not fed.sync:
-            return s
-        return self.synchronised(
-            problem, s, fed, fed.mean(self.message(s, fed), around=(fed.server.x, fed.server.alpha))
-        )
 
     def local_step(self, problem, s, draw, fed, corrections=None):
         """Take a step of (x, alpha) and add the new point to the client's sums."""
@@ -117,7 +92,37 @@ class CODAPlus(Algorithm):
 
 
 @struct
-class CODASCA(CODAPlus):
+class CODAPlus(ProximalStages):
+    """Descends and ascends locally around a reference point, in stages that restart from averages."""
+
+    class State(NamedTuple):
+        x: Shared
+        alpha: Shared
+        reference: Shared  # x at the start of the stage
+        stage: Shared  # the number of the stage
+        began: Shared  # the step index at the start of the stage
+        total: Local  # the sum of (x_k, alpha_k) over the client's steps in the stage `own_stage`
+        steps: Local  # the number of these steps
+        own_stage: Local  # the stage of the client's last step
+
+    def init(self, problem, params, draw, fed):
+        x, alpha = params
+        zero, nothing = jnp.zeros((), jnp.int32), (jnp.zeros_like(x), jnp.zeros_like(alpha))
+        return self.State(
+            x=x, alpha=alpha, reference=x, stage=zero, began=zero, total=nothing, steps=zero, own_stage=zero
+        )
+
+    def step(self, problem, s, draw, fed):
+        s = self.local_step(problem, s, draw, fed)
+        if not fed.sync:
+            return s
+        return self.synchronised(
+            problem, s, fed, fed.mean(self.message(s, fed), around=(fed.server.x, fed.server.alpha))
+        )
+
+
+@struct
+class CODASCA(ProximalStages):
     """Runs CODA+ with control variates against the drift of local steps."""
 
     class State(NamedTuple):
@@ -129,12 +134,16 @@ class CODASCA(CODAPlus):
         total: Local
         steps: Local
         own_stage: Local
-        common: Shared = None  # (c, e): the server's control variates
-        own: Local = None  # (c_k, e_k): the client's control variates
+        common: Shared  # (c, e): the server's control variates
+        own: Local  # (c_k, e_k): the client's control variates
 
     def init(self, problem, params, draw, fed):
-        plain = super().init(problem, params, draw, fed)
-        return plain._replace(common=plain.total, own=plain.total)
+        x, alpha = params
+        zero, nothing = jnp.zeros((), jnp.int32), (jnp.zeros_like(x), jnp.zeros_like(alpha))
+        return self.State(
+            x=x, alpha=alpha, reference=x, stage=zero, began=zero, total=nothing, steps=zero, own_stage=zero,
+            common=nothing, own=nothing,
+        )  # fmt: skip
 
     def step(self, problem, s, draw, fed):
         s = self.local_step(problem, s, draw, fed, jax.tree.map(jnp.subtract, s.common, s.own))

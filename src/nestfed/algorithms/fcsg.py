@@ -62,14 +62,31 @@ class FCSG(Algorithm):
 
 
 @struct
-class FCSGM(Algorithm):
-    """Runs FCSG with momentum, which is averaged too."""
+class Momentum(Algorithm):
+    """Holds what the two methods with momentum have in common."""
 
     lr: float = setting("alpha: step size", above=0)
     beta: float = setting("weight of the new gradient", default=0.1, above=0, at_most=1)
     first_batches: int = setting("B / b: batches of the first estimate", default=1, at_least=1, static=True)
 
     family = "conditional"
+
+    def first_estimate(self, problem, x, draw, fed):
+        """Return the mean gradient over all but one of the first batches; the first step adds that of its own batch."""
+        others = self.first_batches - 1
+        if others == 0:
+            return jnp.zeros_like(x)
+        add = lambda j, total: total + problem.gradient(x, draw(j))
+        return fed.mean(lax.fori_loop(0, others, add, jnp.zeros_like(x)) / others)
+
+    def forgetting(self, u, estimated, fed):
+        """Return beta, or where nothing is estimated yet the share of the step's batch in the first estimate."""
+        return jnp.where(estimated, at(self.beta, fed.t), 1 / self.first_batches).astype(u.dtype)
+
+
+@struct
+class FCSGM(Momentum):
+    """Runs FCSG with momentum, which is averaged too."""
 
     class State(NamedTuple):
         x: Shared
@@ -86,20 +103,8 @@ class FCSGM(Algorithm):
         (x,) = params
         return self.State(x, self.first_estimate(problem, x, draw, fed), jnp.zeros((), bool))
 
-    def first_estimate(self, problem, x, draw, fed):
-        """Return the mean gradient over all but one of the first batches; the first step adds that of its own batch."""
-        others = self.first_batches - 1
-        if others == 0:
-            return jnp.zeros_like(x)
-        add = lambda j, total: total + problem.gradient(x, draw(j))
-        return fed.mean(lax.fori_loop(0, others, add, jnp.zeros_like(x)) / others)
-
-    def forgetting(self, s, fed):
-        """Return beta, or in the very first step the share of its batch in the first estimate."""
-        return jnp.where(s.estimated, at(self.beta, fed.t), 1 / self.first_batches).astype(s.u.dtype)
-
     def step(self, problem, s, draw, fed):
-        beta = self.forgetting(s, fed)
+        beta = self.forgetting(s.u, s.estimated, fed)
         u = (1 - beta) * s.u + beta * problem.gradient(s.x, draw(0))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * u)
         if fed.sync:
@@ -109,7 +114,7 @@ class FCSGM(Algorithm):
 
 
 @struct
-class AccFCSGM(FCSGM):
+class AccFCSGM(Momentum):
     """Runs FCSG with a variance-reduced momentum, which takes one batch at two points."""
 
     prev: str = setting(
@@ -144,12 +149,8 @@ class AccFCSGM(FCSGM):
         absent = (s.own_rounds != s.rounds) | (self.prev == "mean")
         return s._replace(own_x_prev=jnp.where(absent, s.x_prev, s.own_x_prev))
 
-    def forgetting(self, s, fed):
-        first = (s.rounds == 0) & (fed.step == 0)
-        return jnp.where(first, 1 / self.first_batches, at(self.beta, fed.t)).astype(s.u.dtype)
-
     def step(self, problem, s, draw, fed):
-        beta = self.forgetting(s, fed)
+        beta = self.forgetting(s.u, (s.rounds > 0) | (fed.step > 0), fed)
         u = problem.gradient(s.x, draw(0)) + (1 - beta) * (s.u - problem.gradient(s.own_x_prev, draw(0)))
         lr = at(self.lr, fed.t)
         x = problem.feasible_x(s.x - lr * u)

@@ -23,12 +23,25 @@ from nestfed.core.settings import setting, struct
 
 
 @struct
-class FedAvg(Algorithm):
-    """Takes local steps, then averages the models."""
+class LocalSteps(Algorithm):
+    """Holds what methods with plain local steps and a mean at their end have in common."""
 
     lr: float = setting("eta: local step size", above=0)
 
     family = "single level"
+
+    def direction(self, problem, s, draw, fed):
+        return problem.gradient(s.x, draw(0))
+
+    def descend(self, problem, s, draw, fed):
+        """Return x after a local step, and after the last one of the round the mean over clients."""
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * self.direction(problem, s, draw, fed))
+        return problem.feasible_x(fed.mean(x, around=fed.server.x)) if fed.sync else x
+
+
+@struct
+class FedAvg(LocalSteps):
+    """Takes local steps, then averages the models."""
 
     class State(NamedTuple):
         x: Shared
@@ -36,14 +49,8 @@ class FedAvg(Algorithm):
     def init(self, problem, params, draw, fed):
         return self.State(*params)
 
-    def direction(self, problem, s, draw, fed):
-        return problem.gradient(s.x, draw(0))
-
     def step(self, problem, s, draw, fed):
-        x = problem.feasible_x(s.x - at(self.lr, fed.t) * self.direction(problem, s, draw, fed))
-        if fed.sync:
-            x = problem.feasible_x(fed.mean(x, around=fed.server.x))
-        return s._replace(x=x)
+        return s._replace(x=self.descend(problem, s, draw, fed))
 
 
 @struct

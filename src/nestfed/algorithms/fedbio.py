@@ -103,7 +103,7 @@ class FedBiOAcc(Algorithm):
 
     class State(NamedTuple):
         x: Shared
-        x_prev: Shared  # x': where nu was evaluated last (Local if not average_prev)
+        x_prev: Shared  # x': the average point of the step before
         nu: Shared  # momentum of x
         estimated: Shared  # is there a first estimate of nu?
         y: Local
@@ -147,9 +147,6 @@ class FedBiOAcc(Algorithm):
             hypergradient=hypergradient or Neumann(),
         )
 
-    def kinds(self):
-        return super().kinds() | ({} if self.average_prev else {"x_prev": "local"})
-
     def estimates(self, problem, s, draw):
         return [(s.omega, problem.grad_lower(s.x_omega, s.y_prev, draw(0)), s.own_estimated)]
 
@@ -181,7 +178,7 @@ class FedBiOAcc(Algorithm):
         )  # fmt: skip
 
     def step(self, problem, s, draw, fed):
-        now, before = (s.x, s.y), (s.x_prev, s.y_prev)
+        now, before = (s.x, s.y), (s.x_prev if self.average_prev else s.x_omega, s.y_prev)
         a_omega = self.forgetting(self.c_omega, fed.t, s.own_estimated).astype(s.x.dtype)
         a_nu = self.forgetting(self.c_nu, fed.t, s.estimated).astype(s.x.dtype)
         psi = lambda x, y: problem.grad_lower(x, y, draw(0))
@@ -189,18 +186,18 @@ class FedBiOAcc(Algorithm):
         omega = psi(*now) + (1 - a_omega) * (s.omega - psi(s.x_omega, s.y_prev))
         nu = phi_now + (1 - a_nu) * (s.nu - phi_before)
 
-        x, own_x = s.x, s.x
+        x = s.x
         if fed.sync:
             x, nu = fed.mean((x, nu), around=(fed.server.x, fed.server.nu))
-        alpha, prev, yes = self.alpha(fed.t).astype(x.dtype), x if self.average_prev else own_x, jnp.ones((), bool)
+        alpha, yes = self.alpha(fed.t).astype(x.dtype), jnp.ones((), bool)
         return self.State(
             x=problem.feasible_x(x - self.lr * alpha * nu),
-            x_prev=prev,
+            x_prev=x,
             nu=nu,
             estimated=yes,
             y=problem.feasible_y(s.y - self.lower_lr * alpha * omega),
             y_prev=s.y,
             omega=omega,
-            x_omega=prev,
+            x_omega=x if self.average_prev else s.x,
             own_estimated=yes,
         )

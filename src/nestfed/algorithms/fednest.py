@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.random import randint
 
-from nestfed.core.algorithm import Algorithm, Scratch, Shared
+from nestfed.core.algorithm import Algorithm, Phase, Scratch, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, struct
 from nestfed.problems.hypergradients import Neumann, RandomTruncation
@@ -61,7 +61,7 @@ class FedNest(Algorithm):
         p: Scratch  # the series so far, which estimates H^-1 df/dy
         last: Scratch  # N': the random number of factors
 
-    def schedule(self):
+    def schedule(self) -> tuple[Phase, ...]:
         factors = self.terms if self.truncation == "sum" else self.terms - 1
         return (
             (self.lower, self.lower_rounds, False),
@@ -138,7 +138,7 @@ class LFedNest(FedNestSGD):
 
     few_clients = None
 
-    def schedule(self):
+    def schedule(self) -> tuple[Phase, ...]:
         return ((self.lower, self.lower_rounds, False), (self.upper, 1, True))
 
     def upper(self, problem, s, draw, fed):

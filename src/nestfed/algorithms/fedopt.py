@@ -17,20 +17,20 @@ Departures  There are none: as in the paper there is no bias correction, and v_0
        `FedOpt` takes any other.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from nestfed.algorithms.fedavg import FedAvg
+from nestfed.algorithms.fedavg import LocalSteps
 from nestfed.algorithms.server_step import descend, start_memory
 from nestfed.core.algorithm import Server, Shared
-from nestfed.core.settings import setting, static, struct
+from nestfed.core.settings import UserError, setting, static, struct
+from nestfed.core.types import Array
 
 
 @struct
-class FedOpt(FedAvg):
+class FedOpt(LocalSteps):
     """Runs FedAvg with any optax optimiser on the server: `FedOpt(lr=0.1, optimizer=optax.sgd(1.0, momentum=0.9))`."""
 
     optimizer: optax.GradientTransformation | None = static(default=None)
@@ -47,16 +47,16 @@ class FedOpt(FedAvg):
         return self.State(x, start_memory(self.server_optimizer(), x))
 
     def step(self, problem, s, draw, fed):
-        s = super().step(problem, s, draw, fed)
+        x, memory = self.descend(problem, s, draw, fed), s.memory
         if fed.sync:
-            x, memory = descend(self.server_optimizer(), 1, fed.server.x, fed.server.x - s.x, s.memory)
-            s = self.State(problem.feasible_x(x), memory)
-        return s
+            x, memory = descend(self.server_optimizer(), 1, fed.server.x, fed.server.x - x, memory)
+            x = problem.feasible_x(x)
+        return self.State(x, memory)
 
 
 class Moments(NamedTuple):
-    m: jax.Array
-    v: jax.Array
+    m: Array
+    v: Array
 
 
 @struct
@@ -69,7 +69,9 @@ class Adaptive(FedOpt):
     tau: float = setting("tau: degree of adaptivity", default=1e-3, above=0)
     v0: float | None = setting("v_0: start of the second moment; None means tau^2", default=None)
 
-    second_moment: ClassVar[Any]  # (v, Delta^2) -> v: what tells the three rules apart
+    def second_moment(self, v: Array, squared: Array) -> Array:
+        """Return the new v, given Delta^2: this tells the three rules apart."""
+        raise UserError(f"{type(self).__name__} must define second_moment(v, squared).")
 
     def server_optimizer(self):
         def init(params):

@@ -37,7 +37,7 @@ from jax.tree_util import Partial
 
 from nestfed.algorithms.interior_point import minimise_form_on_simplex
 from nestfed.algorithms.personal_method import HeadThenBody, count_classes
-from nestfed.core.algorithm import Local, Sample, Scratch, Shared
+from nestfed.core.algorithm import Local, Phase, Sample, Scratch, Shared
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array
 
@@ -95,7 +95,7 @@ class FedPAC(HeadThenBody):
         blank = Statistics(jnp.zeros_like(s.known), jnp.zeros_like(s.prototypes), none, none)
         return s._replace(own=blank)
 
-    def schedule(self):
+    def schedule(self) -> tuple[Phase, ...]:
         return ((self.describe, 1, False), *super().schedule())
 
     def describe(self, problem, s, draw, fed):

@@ -43,42 +43,16 @@ from nestfed.core.settings import setting, static, struct
 
 
 @struct
-class FedReCo(HeadThenBody):
-    """Pulls the representations of the clients' own models towards a common one that only the server moves."""
+class CommonRepresentation(HeadThenBody):
+    """Holds what the two methods have in common: the server's step of the common extractor."""
 
     coupling: float = setting("lambda: strength of the pull is lambda / 2", default=0.01, at_least=0)
     server_lr: float = setting("eta_0: step size of the common extractor", default=0.001, above=0)
-    server_grad: str = setting(
-        "what a client sends: a gradient on one batch, or on all its rows", default="stochastic",
-        choices=("stochastic", "full"), static=True,
-    )  # fmt: skip
     server_scale_lambda: bool = setting("multiply the server's step by lambda / 2", default=False, static=True)
     optimizer: optax.GradientTransformation | None = static(default=None)
 
-    class State(NamedTuple):
-        u0: Shared  # the common extractor
-        u: Local
-        v: Local
-        memory: Server  # of the server's optimiser
-
-    def init(self, problem, params, draw, fed):
-        return self.State(*self.start(params))
-
-    def start(self, params):
-        u, v = params
-        return u, u, v, start_memory(self.optimizer, u)
-
     def direction(self, problem, s, draw, fed):
         return problem.grad_coupled(s.u, s.v, s.u0, self.coupling, draw(0))
-
-    def synchronise(self, problem, s, draw, fed):
-        if self.server_grad == "stochastic":
-            gradient = problem.grad_center(s.u, s.u0, draw(1))
-        else:
-            gradient = fed.rows.pass_over(
-                lambda batch, weights: problem.grad_center(s.u, s.u0, Sample(batch, fed.key), weights)
-            )
-        return self.server_step(s, gradient, fed)
 
     def server_step(self, s, gradient, fed):
         (mean,), over = clip_together((fed.mean(gradient),), self.clip)
@@ -89,11 +63,37 @@ class FedReCo(HeadThenBody):
 
 
 @struct
-class FedReCoPVR(FedReCo):
-    """Runs FedReCo with less variance in the pull, by one batch at two points and a pass over all rows."""
+class FedReCo(CommonRepresentation):
+    """Pulls the representations of the clients' own models towards a common one that only the server moves."""
 
-    server_grad: str = setting("what a client sends: a gradient on all its rows", default="full", choices=("full",),
-                               static=True)  # fmt: skip
+    server_grad: str = setting(
+        "what a client sends: a gradient on one batch, or on all its rows", default="stochastic",
+        choices=("stochastic", "full"), static=True,
+    )  # fmt: skip
+
+    class State(NamedTuple):
+        u0: Shared  # the common extractor
+        u: Local
+        v: Local
+        memory: Server  # of the server's optimiser
+
+    def init(self, problem, params, draw, fed):
+        u, v = params
+        return self.State(u, u, v, start_memory(self.optimizer, u))
+
+    def synchronise(self, problem, s, draw, fed):
+        if self.server_grad == "stochastic":
+            gradient = problem.grad_center(s.u, s.u0, draw(1))
+        else:
+            gradient = fed.rows.pass_over(
+                lambda batch, weights: problem.grad_center(s.u, s.u0, Sample(batch, fed.key), weights)
+            )
+        return self.server_step(s, gradient, fed)
+
+
+@struct
+class FedReCoPVR(CommonRepresentation):
+    """Runs FedReCo with less variance in the pull, by one batch at two points and a pass over all rows."""
 
     class State(NamedTuple):
         u0: Shared  # the common extractor
@@ -105,8 +105,8 @@ class FedReCoPVR(FedReCo):
         u_start: Scratch  # the client's extractor at the start of the round
 
     def init(self, problem, params, draw, fed):
-        u, _ = params
-        return self.State(*self.start(params), g=jnp.zeros_like(u), u0_prev=u, u_start=None)
+        u, v = params
+        return self.State(u, u, v, start_memory(self.optimizer, u), g=jnp.zeros_like(u), u0_prev=u, u_start=None)
 
     def begin(self, server, client):
         s = super().begin(server, client)

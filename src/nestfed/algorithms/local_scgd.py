@@ -24,8 +24,8 @@ Ref.   Gao, Li and Huang, "On the convergence of local stochastic compositional 
 Departures
   * The means of u mix inner functions that the problem keeps apart. With one local step and a full batch the limit
     solves mean_k J_k^T grad f(u_k) = 0 at u_k = (1 - inner_lr) g + inner_lr g_k: the problem's solution for
-    inner_lr = 1, and for small inner_lr that of the other problem, with the mean g inside f. average_inner=False keeps
-    u at its client, as the problem wants it, and saves m numbers.
+    inner_lr = 1, and for small inner_lr that of the other problem, with the mean g inside f. `local-scgd-own` and
+    `local-scgdm-own` keep u at its client, as the problem wants it, and save m numbers.
   * An ordinary average loss h is allowed beside the composition.
   * The conditional forms are those of the program released with "Federated conditional stochastic optimization"
     (arXiv:2310.02524, see `fcsg`); the paper of Local-SCGDM has no such problem. One batch serves both levels, because
@@ -37,40 +37,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.core.algorithm import Algorithm, Local, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, struct
 
 
 @struct
-class LocalSCGD(Algorithm):
-    """Follows every client's own composition with running estimates of the inner functions, averaged with x."""
+class OwnCompositions(Algorithm):
+    """Holds what all forms have in common: a running estimate of the inner value, and the gradient with it."""
 
     lr: float = setting("gamma: step size of x", above=0)
     inner_lr: float = setting(
         "a: step of the estimate towards the batch value; 1 is the batch value", default=0.5, above=0, at_most=1
     )
-    average_inner: bool = setting("average the estimates too, as published", default=True, static=True)
 
     family = "compositional"
     scope = "local"
-
-    class State(NamedTuple):
-        x: Shared
-        u: Shared  # estimate of g_k(x_k) (Local if not average_inner)
-
-    def kinds(self):
-        return super().kinds() | ({} if self.average_inner else {"u": "local"})
-
-    def init(self, problem, params, draw, fed):
-        (x,) = params
-        u = problem.inner_value(x, draw(0))
-        return self.State(x, fed.mean(u) if self.average_inner else u)
-
-    def step(self, problem, s, draw, fed):
-        u, gradient = self.track(problem, s, draw, fed)
-        x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
-        return self.synchronised(problem, self.State(x, u), fed)
 
     def track(self, problem, s, draw, fed):
         """Return (the new estimate of the inner value, the gradient with it)."""
@@ -83,43 +65,114 @@ class LocalSCGD(Algorithm):
         u = blend(value)
         return u, problem.composed_gradient(x, pull, u, draw(1))
 
-    def synchronised(self, problem, s, fed):
-        if not fed.sync:
-            return s
-        mean = fed.mean(s if self.average_inner else s._replace(u=None), around=fed.server)
-        return mean._replace(x=problem.feasible_x(mean.x), u=mean.u if self.average_inner else s.u)
+    def descend(self, problem, x, direction, fed):
+        return problem.feasible_x(x - at(self.lr, fed.t) * direction)
 
 
 @struct
-class LocalSCGDM(LocalSCGD):
-    """Runs Local-SCGD with a running estimate of the gradient as well."""
+class WithMomentum(OwnCompositions):
+    """Adds a running estimate of the gradient."""
 
     momentum_lr: float = setting(
         "b: step of the momentum towards the gradient; 1 is the gradient", default=0.5, above=0, at_most=1
     )
 
+    def smooth(self, m, gradient, fed):
+        rate = at(self.momentum_lr, fed.t)
+        return (1 - rate) * m + rate * gradient
+
+
+@struct
+class LocalSCGD(OwnCompositions):
+    """Follows every client's own composition with running estimates of the inner functions, averaged with x."""
+
     class State(NamedTuple):
         x: Shared
-        u: Shared  # estimate of g_k(x_k) (Local if not average_inner)
+        u: Shared  # estimate of g_k(x_k)
+
+    def init(self, problem, params, draw, fed):
+        (x,) = params
+        return self.State(x, fed.mean(problem.inner_value(x, draw(0))))
+
+    def step(self, problem, s, draw, fed):
+        u, gradient = self.track(problem, s, draw, fed)
+        s = self.State(self.descend(problem, s.x, gradient, fed), u)
+        if fed.sync:
+            s = fed.mean(s, around=fed.server)
+            s = s._replace(x=problem.feasible_x(s.x))
+        return s
+
+
+@struct
+class LocalSCGDM(WithMomentum):
+    """Runs Local-SCGD with a running estimate of the gradient as well."""
+
+    class State(NamedTuple):
+        x: Shared
+        u: Shared  # estimate of g_k(x_k)
+        m: Shared  # estimate of the gradient
+
+    def init(self, problem, params, draw, fed):
+        (x,) = params
+        return self.State(x, *fed.mean(self.compose(problem, x, draw, lambda value: value)))
+
+    def step(self, problem, s, draw, fed):
+        u, gradient = self.track(problem, s, draw, fed)
+        m = self.smooth(s.m, gradient, fed)
+        s = self.State(self.descend(problem, s.x, m, fed), u, m)
+        if fed.sync:
+            s = fed.mean(s, around=fed.server)
+            s = s._replace(x=problem.feasible_x(s.x))
+        return s
+
+
+@struct
+class LocalSCGDOwn(OwnCompositions):
+    """Runs Local-SCGD with estimates that stay at their clients."""
+
+    class State(NamedTuple):
+        x: Shared
+        u: Local  # estimate of g_k(x_k)
+
+    def init(self, problem, params, draw, fed):
+        (x,) = params
+        return self.State(x, problem.inner_value(x, draw(0)))
+
+    def step(self, problem, s, draw, fed):
+        u, gradient = self.track(problem, s, draw, fed)
+        x = self.descend(problem, s.x, gradient, fed)
+        if fed.sync:
+            x = problem.feasible_x(fed.mean(x, around=fed.server.x))
+        return self.State(x, u)
+
+
+@struct
+class LocalSCGDMOwn(WithMomentum):
+    """Runs Local-SCGDM with inner estimates that stay at their clients."""
+
+    class State(NamedTuple):
+        x: Shared
+        u: Local  # estimate of g_k(x_k)
         m: Shared  # estimate of the gradient
 
     def init(self, problem, params, draw, fed):
         (x,) = params
         u, m = self.compose(problem, x, draw, lambda value: value)
-        u, m = fed.mean((u, m)) if self.average_inner else (u, fed.mean(m))
-        return self.State(x, u, m)
+        return self.State(x, u, fed.mean(m))
 
     def step(self, problem, s, draw, fed):
         u, gradient = self.track(problem, s, draw, fed)
-        rate = at(self.momentum_lr, fed.t)
-        m = (1 - rate) * s.m + rate * gradient
-        x = problem.feasible_x(s.x - at(self.lr, fed.t) * m)
-        return self.synchronised(problem, self.State(x, u, m), fed)
+        m = self.smooth(s.m, gradient, fed)
+        x = self.descend(problem, s.x, m, fed)
+        if fed.sync:
+            x, m = fed.mean((x, m), around=(fed.server.x, fed.server.m))
+            x = problem.feasible_x(x)
+        return self.State(x, u, m)
 
 
 @struct
-class LocalSCGDConditional(LocalSCGD):
-    """Keeps one estimate of the inner value for all outer samples: it is biased and there to be compared with."""
+class ManyOuterSamples(OwnCompositions):
+    """Serves conditional problems with one estimate of the inner value for all outer samples."""
 
     family = "conditional"
     scope = None
@@ -131,5 +184,10 @@ class LocalSCGDConditional(LocalSCGD):
 
 
 @struct
-class LocalSCGDMConditional(LocalSCGDConditional, LocalSCGDM):
+class LocalSCGDConditional(ManyOuterSamples, LocalSCGD):
+    """Runs Local-SCGD with one estimate for all outer samples: it is biased and there to be compared with."""
+
+
+@struct
+class LocalSCGDMConditional(ManyOuterSamples, LocalSCGDM):
     """Runs Local-SCGDM on conditional problems in the same way."""

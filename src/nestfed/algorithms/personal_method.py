@@ -7,7 +7,7 @@ parts) that it moves; how often that happened is noted.
 import jax
 import jax.numpy as jnp
 
-from nestfed.core.algorithm import Algorithm
+from nestfed.core.algorithm import Algorithm, Phase
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
 
@@ -56,7 +56,7 @@ class HeadThenBody(PersonalMethod):
     head_steps: int = setting("K_v: steps of the head per round", default=1, at_least=0, static=True)
     local_steps: int = setting("K_u: steps of the extractor per round", default=1, at_least=1, static=True)
 
-    def schedule(self):
+    def schedule(self) -> tuple[Phase, ...]:
         return (
             (self.head, self.head_steps, False),
             (self.extractor, self.local_steps - 1, False),

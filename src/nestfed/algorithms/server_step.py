@@ -19,4 +19,5 @@ def descend(optimizer: Optimizer | None, lr: Any, x: Array, direction: Array, me
     if optimizer is None:
         return x - lr * direction, memory
     update, memory = optimizer.update(direction, memory, x)
-    return x + update, memory
+    moved: Any = optax.apply_updates(x, update)
+    return moved, memory

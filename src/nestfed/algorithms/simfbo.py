@@ -22,7 +22,7 @@ Departures  Aggregation coefficients are 1. Clients' own numbers of steps come f
        step of x (`optimizer=`); server_lr is then not used.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -86,7 +86,7 @@ class SimFBO(Algorithm):
             z = z - self.z_lr * h_z
         return self.State(x, y, z, memory, q)
 
-    def average(self, q, fed):
+    def average(self, q, fed) -> tuple[Any, Any]:
         """Return (averaged directions, factor of the server steps)."""
         return fed.mean(q), 1
 

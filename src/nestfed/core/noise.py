@@ -7,6 +7,7 @@ here as one of JAX's generators: `jax.random.normal` and `fold_in` take its keys
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 
 from nestfed.core.settings import UserError
-from nestfed.core.types import Array
+from nestfed.core.types import Array, ArrayLike
 
 KEY_WORDS = 8  # 256 bits
 LEAST_SECRET_BYTES = 16
@@ -64,7 +65,7 @@ def key_of_bytes(content: bytes) -> Array:
 # ------------------------------------------------------------------------------------------------- the generator
 
 
-def chacha20_block(key: Array, counter: Array, nonce: Array) -> Array:
+def chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | Array) -> Array:
     """The 16 words of a block for every counter, [..., 16]; key [8], nonce [3]."""
     counter = jnp.asarray(counter, "uint32")
     everywhere = lambda word: jnp.broadcast_to(jnp.asarray(word, "uint32"), counter.shape)
@@ -88,12 +89,12 @@ def chacha20_block(key: Array, counter: Array, nonce: Array) -> Array:
     return jnp.stack([a + b for a, b in zip(mixed, start, strict=True)], axis=-1)
 
 
-def _derived(key: Array, purpose: int, number: Array) -> Array:
+def _derived(key: Array, purpose: int, number: ArrayLike) -> Array:
     nonce = [jnp.uint32(purpose), jnp.asarray(number, "uint32"), jnp.uint32(0)]
     return chacha20_block(key, jnp.uint32(0), nonce)[:KEY_WORDS]
 
 
-def _fold_in(key: Array, number: Array) -> Array:
+def _fold_in(key: Array, number: ArrayLike) -> Array:
     return _derived(key, _FOLD, number)
 
 

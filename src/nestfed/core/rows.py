@@ -15,7 +15,7 @@ from jax import lax
 from nestfed.core.randomness import random_indices
 from nestfed.core.scaled import Scaled, is_scaled, masked_sum
 from nestfed.core.settings import UserError, static, struct
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import AnyArray, Array, ArrayLike, PyTree
 
 
 class Layout(NamedTuple):
@@ -174,9 +174,9 @@ class Rows:
     """
 
     columns: PyTree
-    offsets: Array  # [clients]
-    sizes: Array  # [clients]
-    ids: Array  # [clients]
+    offsets: AnyArray  # [clients]
+    sizes: AnyArray  # [clients]
+    ids: AnyArray  # [clients]
     constants: PyTree  # every leaf [clients, ...], or None
     largest: int = static()
 
@@ -221,7 +221,7 @@ class Rows:
         return cls._checked(columns, np.asarray(sizes), constants, ids)
 
     @classmethod
-    def from_table(cls, columns: PyTree, client: Array, *, constants: PyTree = None) -> "Rows":
+    def from_table(cls, columns: PyTree, client: AnyArray, *, constants: PyTree = None) -> "Rows":
         """Build the pool from columns of one table and the client number 0, 1, ... of every row."""
         client = np.asarray(client)
         rows = _common_length([*jax.tree.leaves(columns), client], "the table")
@@ -264,7 +264,7 @@ class Rows:
     def clients(self) -> int:
         return self.sizes.shape[0]
 
-    def client(self, position: Array) -> ClientRows:
+    def client(self, position: ArrayLike) -> ClientRows:
         """The view of the client at this position; it may be a traced number."""
         mine = lambda tree: jax.tree.map(lambda a: jnp.asarray(a)[position], tree)
         return ClientRows(
@@ -346,7 +346,7 @@ def whole_numbers(values: Any, number: int) -> np.ndarray | None:
     return array.astype(np.int32) if fits else None
 
 
-def _common_length(leaves: Sequence[Array], where: str) -> int:
+def _common_length(leaves: Sequence[Any], where: str) -> int:
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in leaves}
     if len(lengths) != 1 or None in lengths:
         shapes = ", ".join(str(np.shape(leaf)) for leaf in leaves)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from nestfed.core.settings import static, struct
-from nestfed.core.types import Array
+from nestfed.core.types import Array, ArrayLike
 
 
 @struct
@@ -44,6 +44,6 @@ class Schedule:
         return self.function(t)
 
 
-def at(rate: Any, t: Array) -> Array:
+def at(rate: Any, t: ArrayLike) -> Any:
     """The value of a step size at step t, whether it is a number or a schedule."""
     return rate(t) if callable(rate) else rate

@@ -8,7 +8,7 @@ import numpy as np
 from nestfed.core.algorithm import Fed
 from nestfed.core.rows import ClientRows, Rows, whole_numbers
 from nestfed.core.settings import UserError, static, struct, validate
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import AnyArray, Array, PyTree
 
 
 @struct
@@ -22,8 +22,8 @@ class Task:
     problem: Any
     data: Rows
     params: tuple[Array, ...]
-    weights: Array  # [clients]; a client of weight zero takes part in nothing
-    local_steps: Array | None = None  # [clients]: own numbers of local steps, for algorithms that allow it
+    weights: AnyArray  # [clients]; a client of weight zero takes part in nothing
+    local_steps: AnyArray | None = None  # [clients]: own numbers of local steps, for algorithms that allow it
     batch_size: int = static(default=1)
 
     @classmethod

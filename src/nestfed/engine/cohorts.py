@@ -23,7 +23,7 @@ from nestfed.core.algorithm import Cohort
 from nestfed.core.randomness import COHORT, DROPOUT, fold, priorities, random_below
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array
+from nestfed.core.types import AnyArray, Array
 
 SAMPLINGS = ("weights", "uniform", "poisson")
 OVERFLOW = 1e-20  # probability that a Poisson cohort is larger than the room made for it
@@ -98,7 +98,7 @@ def _room(size: float, clients: int) -> int:
     return int(enough[0]) if enough.size else clients
 
 
-def chances_of(weights: Array, rule: CohortRule | None) -> Array:
+def chances_of(weights: AnyArray, rule: CohortRule | None) -> Array:
     """Every client's chance to be asked: min(1, tau weight), the same in sum as the cohort's expected size."""
     weights = jnp.asarray(weights)
     if rule is None or rule.sampling == "uniform":
@@ -211,7 +211,7 @@ def show_cohort(participants: Participant) -> Cohort:
     return Cohort(participants.id, participants.weight)
 
 
-def expected_weight(weights: Array, chances: Array) -> tuple[Array, Array]:
+def expected_weight(weights: AnyArray, chances: Array) -> tuple[Array, Array]:
     """(what the weights in means of a Poisson cohort add up to on average, the largest of them)."""
     in_means = jnp.asarray(weights) / jnp.where(chances > 0, chances, 1)
     return jnp.ones((), in_means.dtype), jnp.max(in_means)

@@ -18,7 +18,7 @@ from nestfed.core.rows import ClientRows
 from nestfed.core.scaled import LOWEST, Scaled, is_scaled
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import Array, ArrayLike, PyTree
 from nestfed.engine.cohorts import Participant
 from nestfed.uploads.transforms import (
     CLIPPED,
@@ -34,7 +34,7 @@ _FED_KEY = 2**31 - 1  # a client's own key of a step; draw j takes the numbers 2
 
 SQUARES, NUMBERS = "squares of answered means", "numbers in answered means"  # notes that transforms are judged by
 
-Notes = dict[str, Array]  # by name: [sum of the values that were noted, how many there were]
+Notes = dict[str, Any]  # by name: [sum of the values that were noted, how many there were]
 
 
 class Exchange(NamedTuple):
@@ -70,9 +70,9 @@ class Call(NamedTuple):
     """What a client needs to run a step of a round; the same for all clients of the cohort."""
 
     key: Array  # of the run
-    round: Array  # counted from 0; -1 is the start
+    round: ArrayLike  # counted from 0; -1 is the start
     server: Any
-    whole: Array  # what weights in means are divided by: the sum of those who take part, or `Expected.whole`
+    whole: ArrayLike  # what weights in means are divided by: the sum of those who take part, or `Expected.whole`
     uploads: tuple[Transform, ...] = ()  # what happens to uploads on their way
     noise: Array | None = None  # the key of their noise, which is not the run's: everybody knows that
     expected: "Expected | None" = None  # means are divided by this, whoever takes part
@@ -208,7 +208,7 @@ def repeat(phase: Phase, take: Callable[[Any, Any], Any], carry: Any) -> Any:
     return lax.fori_loop(phase.first, phase.first + phase.repeats, take, carry)
 
 
-def make_draws(task: Task, client: Client, step: Array) -> Callable[[Any], Sample]:
+def make_draws(task: Task, client: Client, step: ArrayLike) -> Callable[[Any], Sample]:
     """draw(0), draw(1), ... are the independent batches of one step; the same index is the same batch."""
     known: dict[int, Sample] = {}
     level = trace_level()
@@ -283,7 +283,8 @@ class Transit:
 
     def _send(self, tree: PyTree) -> PyTree:
         """The upload as it leaves the client."""
-        key, noise = (None if key is None else fold(key, self.number) for key in self.keys)
+        of_run, of_noise = self.keys
+        key, noise = fold(of_run, self.number), None if of_noise is None else fold(of_noise, self.number)
         self.number += 1
         sent, clipped = apply_all(self.call.uploads, tree, key, noise)
         if any(transform.clipping for transform in self.call.uploads):
@@ -295,9 +296,8 @@ def treatment_of(call: Call, index: Any, number: int) -> Treatment | None:
     """What the server does to the mean of exchange `number` of a step."""
     if not call.uploads:
         return None
-    key, noise = (
-        None if key is None else fold(key, ANSWER, call.round + 1, index, number) for key in (call.key, call.noise)
-    )
+    folded = lambda key: fold(key, ANSWER, call.round + 1, index, number)
+    key, noise = folded(call.key), None if call.noise is None else folded(call.noise)
     return lambda mean, largest: answer_all(call.uploads, mean, largest, key, noise)
 
 

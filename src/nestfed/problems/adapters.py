@@ -134,6 +134,5 @@ def _need_scope(problem: Compositional, scope: str) -> None:
     if problem.scope != scope:
         raise UserError(
             f"{type(problem).__name__} has scope {problem.scope!r}; this adapter is for scope {scope!r}, whose "
-            "solution is "
-            "another one. Give the problem that scope, or use another algorithm."
+            "solution is another one. Give the problem that scope, or use another algorithm."
         )

@@ -22,6 +22,7 @@ from nestfed.core.rows import ClientRows, Layout, Rows
 from nestfed.core.settings import UserError, check_registered, static, struct
 from nestfed.core.types import Array, PyTree
 
+Functions = Iterable[tuple[str, int | None, Callable]]  # (name, axes of the result or None, batch -> result)
 ORACLE_KINDS = ("GRAD", "VAL", "VJP", "HVP", "MIX", "SOLVE")
 
 
@@ -86,10 +87,9 @@ class Problem:
         """Return the class of this kind of problem, which has the defaults."""
         return next(kind for kind in cls.__mro__ if "family" in vars(kind))
 
-    @classmethod
-    def defines(cls, method: str) -> bool:
+    def defines(self, method: str) -> bool:
         """Tell whether the user defined this method, or the class has its default."""
-        return getattr(cls, method) is not getattr(cls.problem_class(), method)
+        return getattr(type(self), method) is not getattr(self.problem_class(), method)
 
     def _projected(self, variable: int, method: str, vector: Array) -> Array:
         if not self.defines(method):
@@ -129,7 +129,7 @@ class Problem:
                     f"{type(self).__name__}.{name} must return {wanted}, in floating point; it returned {given}."
                 )
 
-    def functions(self, params: Sequence[Array], key: Array) -> Iterable[tuple[str, int | None, Callable]]:
+    def functions(self, params: Sequence[Array], key: Array) -> Functions:
         """Yield (name, number of axes of its result or None, batch -> result) for every function the user wrote."""
         return ()
 

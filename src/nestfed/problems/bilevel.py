@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from nestfed.core.algorithm import Sample
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Problem, oracle
+from nestfed.problems.base import Functions, Problem, oracle
 
 
 @struct
@@ -73,7 +73,7 @@ class Bilevel(Problem):
         """Return (d2g/dy2)^-1 v by the dense matrix, for small lower dimensions."""
         return jnp.linalg.solve(jax.hessian(self.lower_flat, 1)(x, y, sample), v)
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         x, y = (self.tree(i, v) for i, v in enumerate(params))
         yield "upper", 0, lambda batch: self.upper(x, y, batch, key)
         yield "lower", 0, lambda batch: self.lower(x, y, batch, key)

@@ -11,7 +11,7 @@ from nestfed.core.algorithm import Sample
 from nestfed.core.scaled import Scaled, is_scaled
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Problem, oracle
+from nestfed.problems.base import Functions, Problem, oracle
 
 
 @struct
@@ -35,17 +35,17 @@ class Compositional(Problem):
     family: ClassVar[str] = "compositional"
     minimised: ClassVar[str | None] = "objective"
 
-    def inner(self, x: PyTree, batch: PyTree, key: Array) -> Array:
+    def inner(self, x: PyTree, batch: PyTree, key: Array) -> Any:
         raise self.missing("inner(x, batch, key)")
 
-    def outer(self, y: Array, batch: PyTree, key: Array) -> Array:
+    def outer(self, y: Any, batch: PyTree, key: Array) -> Array:
         raise self.missing("outer(y, batch, key)")
 
     def extra(self, x: PyTree, batch: PyTree, key: Array) -> Array:
         """Return h, an ordinary average loss added to the composition; it is zero by default and then costs nothing."""
         return jnp.zeros(())
 
-    def project_y(self, y: Array) -> Array:
+    def project_y(self, y: Any) -> Any:
         """Project an estimate of the inner value onto the domain of `outer`; by default do nothing."""
         return y
 
@@ -144,7 +144,7 @@ class Compositional(Problem):
         (gradient,) = pull(self.grad_outer(y, sample))
         return gradient + self.grad_extra(x, sample) if self.has_extra else gradient
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         x = self.tree(0, params[0])
         plain = lambda y: y.value if is_scaled(y) else y
         yield "inner", None, lambda batch: plain(self.inner(x, batch, key))

@@ -10,7 +10,7 @@ from nestfed.core.algorithm import Sample
 from nestfed.core.rows import ClientRows
 from nestfed.core.settings import setting, struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Problem, oracle
+from nestfed.problems.base import Functions, Problem, oracle
 
 
 @struct
@@ -46,7 +46,7 @@ class Conditional(Problem):
         values = jax.vmap(lambda eta: self.inner(x, xi, eta, key))(etas)
         return self.outer(jnp.mean(values, 0), xi, key)
 
-    def sample(self, data, key, size):
+    def sample(self, data, key, size) -> PyTree:
         outer_key, inner_key = fold_in(key, 0), fold_in(key, 1)
         xi = self.sample_outer(data, outer_key, size)
         keys = jax.vmap(lambda i: fold_in(inner_key, i))(jnp.arange(size))
@@ -93,7 +93,7 @@ class Conditional(Problem):
             return gradient
         return gradient + jax.grad(lambda x: self.regulariser(self.tree(0, x)))(x)
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         x = self.tree(0, params[0])
         first = lambda batch: jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), batch)
         yield "composite", 0, lambda batch: self.composite(x, first(batch[0]), first(batch[1]), key)

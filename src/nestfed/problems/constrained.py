@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from nestfed.core.algorithm import Sample
 from nestfed.core.settings import struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Problem, oracle
+from nestfed.problems.base import Functions, Problem, oracle
 
 
 @struct
@@ -48,7 +48,7 @@ class Constrained(Problem):
         """Return (value, gradient) of constraint j."""
         return jax.value_and_grad(lambda x: self.constraint(self.tree(0, x), j, sample.batch, sample.key))(x)
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         x = self.tree(0, params[0])
         yield "objective", 0, lambda batch: self.objective(x, batch, key)
         yield "constraints", 1, lambda batch: self.constraints(x, batch, key)

@@ -23,6 +23,7 @@ from nestfed.core.settings import UserError, setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.problems import Conditional
+from nestfed.problems.base import Functions
 
 
 @struct
@@ -92,7 +93,7 @@ class MAML(Conditional):
             )
         super().check(task)
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         yield "loss", 0, lambda batch: self._first_loss(params[0], batch, key)
         yield from super().functions(params, key)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from nestfed.core.algorithm import Sample
 from nestfed.core.settings import UserError, struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Problem, oracle
+from nestfed.problems.base import Functions, Problem, oracle
 
 
 @struct
@@ -54,7 +54,7 @@ class Minimax(Problem):
     def risks(self, x, sample: Sample):
         return self.group_risks(self.tree(0, x), sample.batch, sample.key)
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         x, alpha = (self.tree(i, v) for i, v in enumerate(params))
         yield "value", 0, lambda batch: self.value(x, alpha, batch, key)
         if self.defines("group_risks"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from nestfed.core.algorithm import Sample
 from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Problem, first_line, oracle
+from nestfed.problems.base import Functions, Problem, first_line, oracle
 
 
 @struct
@@ -132,7 +132,7 @@ class Personalised(Problem):
         """Return dH/du_0, with the client's representation as a constant: a client uploads this."""
         return jax.grad(self.distance, 1)(u, center, sample, weights)
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         u, v = (self.tree(i, p) for i, p in enumerate(params))
         z = lambda batch: self.features(u, batch[0], key)
         yield "features", 2, z

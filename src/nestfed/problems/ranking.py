@@ -25,6 +25,7 @@ from nestfed.core.settings import UserError, setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.problems import Conditional, Minimax, oracle
+from nestfed.problems.base import Functions
 from nestfed.problems.robust import half_square
 
 _DECAY = "mu: (mu / 2) |model|^2 is added"
@@ -82,9 +83,10 @@ class AveragePrecision(Conditional):
             largest=data.largest,
         )
 
-    def inner_values(self, x: PyTree, batch: RankingBatch, key: Array) -> Array:
+    def inner_values(self, x: Array, sample: Sample) -> Array:
         """Return y of the batch's first rows, [b, 2]."""
-        h = jax.nn.sigmoid(self.scores(x, batch.rows, key))
+        batch = sample.batch
+        h = jax.nn.sigmoid(self.scores(self.tree(0, x), batch.rows, sample.key))
         losses = self.pair_losses(h[: self.positives], h)
         return jnp.stack([losses @ batch.positive.astype(h.dtype), losses.sum(1)], 1) / self.inner_samples
 
@@ -100,19 +102,19 @@ class AveragePrecision(Conditional):
         return self.weight_decay * half_square(x)
 
     def plug_in(self, x, sample: Sample):
-        x, batch = self.tree(0, x), sample.batch
-        values = self.outer(self.inner_values(x, batch, sample.key))
+        values = self.outer(self.inner_values(x, sample))
         # Without positives or without negatives the values are constant; rounding must not make them a direction.
-        return jnp.mean(jnp.where(_rankable(batch), values, lax.stop_gradient(values))) + self.regulariser(x)
+        mean = jnp.mean(jnp.where(_rankable(sample.batch), values, lax.stop_gradient(values)))
+        return mean + self.regulariser(self.tree(0, x))
 
     @oracle("VJP")
     def inner_vjp(self, x, sample: Sample):
         """Return (y of the batch's positives [b, 2], pull-back), for methods with an estimate of y of their own."""
-        return jax.vjp(lambda x: self.inner_values(self.tree(0, x), sample.batch, sample.key), x)
+        return jax.vjp(lambda x: self.inner_values(x, sample), x)
 
-    def composed_gradient(self, x, pull, y, sample: Sample):
+    def composed_gradient(self, x, pull, ys, sample: Sample):
         """Return mean_i J_i^T grad f(y_i) plus grad regulariser, on the batch of `_, pull = inner_vjp(x, sample)`."""
-        slope = jax.grad(lambda y: jnp.mean(self.outer(y)))(y)
+        slope = jax.grad(lambda y: jnp.mean(self.outer(y)))(ys)
         (gradient,) = pull(jnp.where(_rankable(sample.batch), slope, 0))
         return gradient + self.weight_decay * x
 
@@ -140,7 +142,7 @@ class AveragePrecision(Conditional):
     def metrics(self, server, client, data, fed):
         return {"objective": fed.mean(self.objective(server.x, data, fed.key))}
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         x = self.tree(0, params[0])
         yield "scores", 1, lambda batch: self.scores(x, batch.rows, key)
 

@@ -30,7 +30,7 @@ _PRICE = "lambda: the price of moving weight to bad rows; the smaller, the more 
 _DECAY = "mu: (mu / 2) |x|^2 is added"
 
 
-def half_square(x: PyTree) -> Array:
+def half_square(x: PyTree) -> Any:
     return 0.5 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(x))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from nestfed.core.algorithm import Sample
 from nestfed.core.settings import struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Problem, oracle
+from nestfed.problems.base import Functions, Problem, oracle
 
 
 @struct
@@ -51,7 +51,7 @@ class SingleLevel(Problem):
         weighted = lambda x: jnp.vdot(weights, self.per_row(x, sample.batch, sample.key)) + self.regulariser(x)
         return jax.grad(lambda x: weighted(self.tree(0, x)))(x)
 
-    def functions(self, params, key):
+    def functions(self, params, key) -> Functions:
         yield "loss", 0, lambda batch: self.loss(self.tree(0, params[0]), batch, key)
 
     def metrics(self, server, client, data, fed):

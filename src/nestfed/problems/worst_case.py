@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core.types import Array
+from nestfed.core.types import Array, ArrayLike
 
 HALVINGS = 60  # of an interval; after that float64 knows no smaller one
 ALIKE = 1e-5  # losses that differ by less, relative to the largest, are not told apart: no c can be found for them
@@ -37,21 +37,21 @@ class Batch(NamedTuple):
         return self.nominal @ self.losses
 
 
-def chi_square(losses: Array, price: Array, weights: Array | None = None) -> Array:
+def chi_square(losses: Array, price: ArrayLike, weights: Array | None = None) -> Array:
     batch = _batch(losses, weights)
     paid = lambda level: batch.nominal * jnp.maximum(batch.losses - level, 0) / price
     level = _falls_to_zero(lambda level: paid(level).sum() - 1, batch.mean - price, batch.highest)
     return _response(batch, paid(level))
 
 
-def chi_square_ball(losses: Array, radius: Array, weights: Array | None = None) -> Array:
+def chi_square_ball(losses: Array, radius: ArrayLike, weights: Array | None = None) -> Array:
     batch = _batch(losses, weights)
     excess = lambda level: jnp.maximum(batch.losses - level, 0)
 
     def room(level):
         """Return how much of the radius is left; it falls with the level, down to what the top rows alone leave."""
         first, second = batch.nominal @ excess(level), batch.nominal @ excess(level) ** 2
-        return radius - 0.5 * (second / first**2 - 1)
+        return jnp.asarray(radius - 0.5 * (second / first**2 - 1))
 
     variance = batch.nominal @ (batch.losses - batch.mean) ** 2
     start = jnp.minimum(batch.lowest, batch.mean - jnp.sqrt(variance / (2 * radius)))
@@ -61,7 +61,7 @@ def chi_square_ball(losses: Array, radius: Array, weights: Array | None = None) 
     return _response(batch, jnp.where(alone, top, batch.nominal * excess(level)))
 
 
-def cvar(losses: Array, tail: Array, weights: Array | None = None) -> Array:
+def cvar(losses: Array, tail: ArrayLike, weights: Array | None = None) -> Array:
     batch = _batch(losses, weights)
     largest_first = jnp.argsort(-batch.losses)
     full = jnp.cumsum(batch.nominal[largest_first]) / tail < 1
@@ -73,13 +73,13 @@ def cvar(losses: Array, tail: Array, weights: Array | None = None) -> Array:
     return taken + jnp.maximum(1 - taken.sum(), 0) * tied / tied.sum()
 
 
-def kl(losses: Array, price: Array, weights: Array | None = None) -> Array:
+def kl(losses: Array, price: ArrayLike, weights: Array | None = None) -> Array:
     batch = _batch(losses, weights)
     raw = batch.nominal * jnp.exp((batch.losses - batch.highest) / price)
     return raw / raw.sum()
 
 
-def kl_cvar(losses: Array, price: Array, tail: Array, weights: Array | None = None) -> Array:
+def kl_cvar(losses: Array, price: ArrayLike, tail: ArrayLike, weights: Array | None = None) -> Array:
     batch = _batch(losses, weights)
     cap = -jnp.log(jnp.asarray(tail, batch.losses.dtype))
     taken = lambda level: batch.nominal * jnp.exp(jnp.minimum((batch.losses - level) / price, cap))
@@ -94,7 +94,7 @@ def effective_sample_size(p: Array, weights: Array | None = None) -> Array:
     return 1 / jnp.sum(jnp.where(nominal > 0, p**2 / jnp.where(nominal > 0, nominal, 1), 0))
 
 
-def negative_share(losses: Array, price: Array, weights: Array | None = None) -> Array:
+def negative_share(losses: Array, price: ArrayLike, weights: Array | None = None) -> Array:
     """Return the share of rows to which 1/n + (l_i - mean l) / (price n) gives a negative weight: where it is not zero,
     mean + Var / (2 price) is larger than the value of `chi_square`."""
     batch = _batch(losses, weights)

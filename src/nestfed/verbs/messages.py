@@ -526,7 +526,8 @@ def deploy(
         columns = zip(participants.id, participants.weight, participants.chance, strict=True)
         present = [(int(i), float(weight), float(chance)) for i, weight, chance in columns if weight > 0]
         weights = {i: weight for i, weight, _ in present}
-        shares = {i: chance * float(call.whole) for i, _, chance in present}
+        whole = float(jnp.asarray(call.whole))
+        shares = {i: chance * whole for i, _, chance in present}
         if weights or call.expected is not None:
             server = central.serve(round, server, weights, shares, send, call.expected)
         noted.append(functools.reduce(add_notes, [nodes[i].noted() for i in weights], {}))

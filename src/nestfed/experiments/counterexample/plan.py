@@ -167,7 +167,7 @@ def others_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
     local = averaging_limit("fedavg-co-1", 1, lr=0.0)
     cases: list[tuple[str, str, str, dict[str, Any], float]] = [
         ("ComFedL", "comfedl", "local", {"lr": 0.04} | one, local),
-        ("Local-SCGD, own estimates", "local-scgd", "local", {"lr": 0.04, "average_inner": False} | one, local),
+        ("Local-SCGD, own estimates", "local-scgd-own", "local", {"lr": 0.04} | one, local),
         ("Local-SCGD, averaged estimates", "local-scgd", "local", {"lr": 0.04} | one, mixed_limit(0.5)),
         ("MBSGD, local plug-in", "mbsgd", "global", {"lr": 0.04, "plugin": "local"} | one, local),
         ("MBSGD", "mbsgd", "global", {"lr": 0.04} | one, 0.0),
