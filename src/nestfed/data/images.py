@@ -23,7 +23,7 @@ from jax import lax
 from nestfed.core.randomness import random_indices
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
-from nestfed.core.types import Array
+from nestfed.core.types import AnyArray, Array
 from nestfed.data import partition as rules
 from nestfed.data.fetch import REMEDY, Official, first_line, obtain
 from nestfed.data.partition import TRAIN
@@ -216,13 +216,16 @@ def load_images(name: str) -> Images:
 
 def _read(name: str, source: ImageSource, contents: dict[str, bytes], where: str) -> Images:
     files = " and ".join(contents)
+    refusal = lambda problem: UserError(
+        f"{files} from {where} cannot be used as the images {name!r} ({problem}). {REMEDY}"
+    )
     try:
         images = source.read(*contents.values())
         problem = _difference(images, source)
     except (ValueError, LookupError, TypeError, OSError, struct.error, zipfile.BadZipFile) as error:
-        problem = first_line(error)
+        raise refusal(first_line(error)) from None
     if problem:
-        raise UserError(f"{files} from {where} cannot be used as the images {name!r} ({problem}). {REMEDY}")
+        raise refusal(problem)
     return images
 
 
@@ -316,7 +319,7 @@ def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean.astype(np.float32), np.where(deviation > 0, deviation, 1).astype(np.float32)
 
 
-def normalise(images: Array, mean: Array, deviation: Array) -> Array:
+def normalise(images: AnyArray, mean: AnyArray, deviation: AnyArray) -> Array:
     """Bytes [..., channels] as numbers of mean 0 and deviation 1, of the type of `mean`."""
     per_channel = lambda a: jnp.asarray(a).reshape((1,) * (jnp.ndim(images) - 1) + (-1,))
     mean, deviation = per_channel(mean), per_channel(deviation)

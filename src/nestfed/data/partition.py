@@ -246,13 +246,17 @@ def _deal_by_rule(
         raise UserError("there are no rows to deal; give a table with rows.")
     random = generator(seed, _DEAL)
     needed = np.ones(len(values), bool) if needed is None else needed
-    for _ in range(ATTEMPTS):
+    attempts = 0
+    while True:
         shares = rule(random)
         client = deal(values, shares, random, strata)
         rows = np.bincount(client, minlength=shares.shape[1])
         kept = np.bincount(client[needed], minlength=shares.shape[1])
         if rows.min() >= at_least and kept.min() >= 1:
             return client
+        attempts += 1
+        if attempts == ATTEMPTS:
+            break
     poorest = int(np.argmin(np.where(rows < at_least, -1, kept)))
     what = (
         f"{rows[poorest]} rows (at least {at_least} are needed)"

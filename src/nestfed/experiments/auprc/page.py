@@ -5,7 +5,7 @@ import functools
 import pandas as pd
 from matplotlib.figure import Figure
 
-from nestfed.experiments import figures
+from nestfed.experiments import plots
 from nestfed.experiments.auprc.plan import CHOSEN_BY, QUICK, TITLES, Plan, Trainings
 from nestfed.experiments.cells import in_words
 from nestfed.experiments.claims import Claim, all_above
@@ -96,7 +96,7 @@ def precision_figure(trainings: Trainings, data: str) -> Figure:
     plan = trainings.plan
     histories = [trainings.cell(f"{data}:{method}").history(method) for method in plan.methods]
     title = {COUNTS: f"{dict(plan.data)[data].title}: test average precision"}
-    return figures.metric_panels(pd.concat(histories, ignore_index=True), title, TITLES, xlabel="communication rounds")
+    return plots.metric_panels(pd.concat(histories, ignore_index=True), title, TITLES, xlabel="communication rounds")
 
 
 EXPERIMENT = Experiment("auprc", Trainings, Plan(), QUICK, make_page)

@@ -18,7 +18,7 @@ from nestfed.experiments import frame
 from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
 from nestfed.experiments.auprc.task import BinaryLosses, ImageScores, ranked_task
 from nestfed.experiments.cells import Cell, train
-from nestfed.experiments.images import numbers
+from nestfed.experiments.image_tasks import numbers
 from nestfed.models import CNN, Convolution
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision
 from nestfed.problems.robust import MeanLoss

@@ -14,7 +14,7 @@ from nestfed.core.settings import static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data.images import FederatedImages, normalise
-from nestfed.experiments.images import in_blocks
+from nestfed.experiments.image_tasks import in_blocks
 from nestfed.models import ImageModel
 from nestfed.problems.ranking import AreaUnderRoc, ranked
 from nestfed.problems.robust import MeanLoss

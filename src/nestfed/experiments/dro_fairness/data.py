@@ -17,7 +17,7 @@ import pandas as pd
 
 from nestfed.core.randomness import fold, priorities
 from nestfed.core.settings import UserError
-from nestfed.core.types import Array
+from nestfed.core.types import AnyArray, Array, ArrayLike
 from nestfed.data import partition as rules
 from nestfed.data.features import Category, Encoder, read_numbers
 from nestfed.data.partition import TEST, TRAIN, VALIDATION
@@ -165,7 +165,13 @@ def _check_fraction(name: str, value: float) -> None:
 
 
 def proxy_groups(
-    true_group: Array, noise: float, seed: Array, *, epoch: Array = 0, row: Array | None = None, groups: int = 3
+    true_group: AnyArray,
+    noise: float,
+    seed: ArrayLike,
+    *,
+    epoch: ArrayLike = 0,
+    row: AnyArray | None = None,
+    groups: int = 3,
 ) -> Array:
     """A proxy of each row's group, int32: with probability `noise` one of the other groups, all equally likely.
 
@@ -183,6 +189,6 @@ def proxy_groups(
     return (true_group.astype("int32") + moves) % groups
 
 
-def with_proxies(inputs: Array, proxy: Array, groups: int = 3) -> Array:
+def with_proxies(inputs: AnyArray, proxy: AnyArray, groups: int = 3) -> Array:
     """Inputs [rows, features] with a 0/1 column for each proxy group appended."""
     return jnp.concatenate([inputs, jax.nn.one_hot(proxy, groups, dtype=inputs.dtype)], axis=-1)

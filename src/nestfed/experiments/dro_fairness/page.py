@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from nestfed.data import load
-from nestfed.experiments import figures
+from nestfed.experiments import plots
 from nestfed.experiments.cells import in_words
 from nestfed.experiments.claims import Claim, all_above, all_below, at_level, no_gain
 from nestfed.experiments.dro_fairness.data import GROUPS
@@ -320,10 +320,10 @@ def draw_figures(trainings: Trainings, final: Any) -> dict[str, Callable[[], Fig
     rows = rows_of(final, trainings, trainings.local_steps, "rounds")
     metrics = ["train accuracy", "test accuracy", "train objective"]
     name = file_name("local steps", trainings.occasion("rounds"))
-    found[name] = functools.partial(figures.lines_over, rows, "local steps", metrics)
+    found[name] = functools.partial(plots.lines_over, rows, "local steps", metrics)
     few = rows_of(final, trainings, trainings.few_clients, "rounds")
     few = few.assign(method=[f"FedDRO, I = {steps}" for steps in few["local steps"]])
-    found["clients"] = functools.partial(figures.lines_over, few, "clients", metrics[:2])
+    found["clients"] = functools.partial(plots.lines_over, few, "clients", metrics[:2])
     return found
 
 
@@ -333,7 +333,7 @@ def methods_figure(trainings: Trainings, reading: str, after: str, part: str) ->
     history = pd.concat([trainings.history(training, after) for training in shown], ignore_index=True)
     metrics = {name: title for name, title in SHOWN.items() if name.startswith(part)}
     about = "communication rounds, one step each; mean and standard deviation over seeds"
-    return figures.metric_panels(history, metrics, TITLES, xlabel=about)
+    return plots.metric_panels(history, metrics, TITLES, xlabel=about)
 
 
 EXPERIMENT = Experiment("dro-fairness", Trainings, Plan(), QUICK, make_page)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from nestfed.experiments import figures
+from nestfed.experiments import plots
 from nestfed.experiments.cells import in_words
 from nestfed.experiments.claims import Claim, all_above, no_gain
 from nestfed.experiments.dro_images.plan import (
@@ -143,12 +143,12 @@ def _at_equal_rounds(trainings: Trainings, method: str, local_steps: int) -> Pai
 def figure_one(trainings: Trainings) -> Figure:
     histories = [trainings.cell(f"{method}-1-iid").history(method) for method in TITLES]
     about = "communication rounds (one local step each)"
-    return figures.metric_panels(pd.concat(histories, ignore_index=True), SHOWN, TITLES, xlabel=about)
+    return plots.metric_panels(pd.concat(histories, ignore_index=True), SHOWN, TITLES, xlabel=about)
 
 
 def figure_two(final: Any) -> Figure:
     """The final table, a DataFrame, against the number of local steps."""
-    return figures.lines_over(final[final.dealing == "iid"], "local steps", list(SHOWN.values()))
+    return plots.lines_over(final[final.dealing == "iid"], "local steps", list(SHOWN.values()))
 
 
 EXPERIMENT = Experiment("dro-images", Trainings, Plan(), QUICK, make_page)

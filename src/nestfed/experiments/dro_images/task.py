@@ -14,9 +14,9 @@ import optax
 
 from nestfed.core.settings import setting, static, struct
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import AnyArray, Array, PyTree
 from nestfed.data.images import FederatedImages, normalise, random_crop_flip
-from nestfed.experiments.images import AT_ONCE, in_blocks, numbers
+from nestfed.experiments.image_tasks import AT_ONCE, in_blocks, numbers
 from nestfed.models import ImageModel
 from nestfed.problems import Constrained
 from nestfed.problems.robust import half_square
@@ -51,7 +51,7 @@ class ClassLimits(Constrained):
     """
 
     losses: Any = static()
-    shares: Array  # [classes]: of all training images
+    shares: AnyArray  # [classes]: of all training images
     margin: float = setting("how much worse than the average a class may be", default=0.05, at_least=0)
     weight_decay: float = setting("mu: (mu / 2) |x|^2 is added", default=0.0, at_least=0)
 

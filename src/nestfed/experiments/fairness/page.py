@@ -22,8 +22,8 @@ from nestfed.experiments.fairness.plan import (
     setting_name,
 )
 from nestfed.experiments.fairness.task import FORGETFUL, Reproduced
-from nestfed.experiments.figures import panels
 from nestfed.experiments.frame import Experiment, Page
+from nestfed.experiments.plots import panels
 from nestfed.report import figures
 from nestfed.report.figures import MUTED, STYLE
 from nestfed.report.record import Record

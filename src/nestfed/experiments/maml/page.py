@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from nestfed.experiments import figures
+from nestfed.experiments import plots
 from nestfed.experiments.cells import in_words
 from nestfed.experiments.claims import Claim, all_above, all_below
 from nestfed.experiments.frame import Experiment, Page
@@ -156,7 +156,7 @@ def curves(trainings: Trainings, study: str, parts: Sequence[str]) -> Figure:
     score, methods = "loss" if study == "sine" else "accuracy", trainings.plan.methods
     drawn = [(_title(study, part), _history(trainings, study, part)) for part in parts]
     titles = {method: TITLES[method] for method in methods}
-    return figures.panels(drawn, f"test_{score}", titles, ylabel=f"test {score} after adaptation")
+    return plots.panels(drawn, f"test_{score}", titles, ylabel=f"test {score} after adaptation")
 
 
 def _history(trainings: Trainings, study: str, part: str) -> pd.DataFrame:

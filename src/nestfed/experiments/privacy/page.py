@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.experiments import figures
+from nestfed.experiments import plots
 from nestfed.experiments.cells import Cell
 from nestfed.experiments.claims import Claim, all_below, all_within
 from nestfed.experiments.frame import Experiment, Page
@@ -137,7 +137,7 @@ def accuracy_figures(own: Any, data: str) -> dict[str, Any]:
     noisy = own.query("`noise multiplier` > 0")
     several = (("epsilon", released, "epsilon of a release"), ("noise", noisy, "noise multiplier"))
     return {
-        f"accuracy-{data}-{name}": functools.partial(figures.lines_over, rows, across, metrics, levels)
+        f"accuracy-{data}-{name}": functools.partial(plots.lines_over, rows, across, metrics, levels)
         for name, rows, across in several
         if len(rows) > 1
     }
