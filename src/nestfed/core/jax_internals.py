@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.extend
 from jax.interpreters.partial_eval import dce_jaxpr
 
 
@@ -33,7 +32,9 @@ def prove_common() -> Iterator[None]:
 
 def trace_level() -> Any:
     """A value that is equal for all code of one level of tracing."""
-    return jax.extend.core.get_opaque_trace_state(convention="flax")
+    from jax.extend.core import get_opaque_trace_state  # slow to import
+
+    return get_opaque_trace_state(convention="flax")
 
 
 def drop_unused(jaxpr: Any) -> tuple[Any, list[bool]]:

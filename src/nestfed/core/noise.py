@@ -5,6 +5,7 @@ somebody is therefore drawn from 256 bits of the operating system's entropy by C
 here as one of JAX's generators: `jax.random.normal` and `fold_in` take its keys as they take any other.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import define_prng_impl
 
 from nestfed.core.settings import UserError
 from nestfed.core.types import Array, ArrayLike
@@ -59,7 +59,7 @@ def check_secret(secret: Any) -> bytes:
 
 def key_of_bytes(content: bytes) -> Array:
     """32 bytes as a key."""
-    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(content, np.uint32)), impl=CHACHA20)
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(content, np.uint32)), impl=chacha20())
 
 
 # ------------------------------------------------------------------------------------------------- the generator
@@ -120,7 +120,17 @@ def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
     return stream.reshape(shape)
 
 
-CHACHA20: Any = define_prng_impl(
-    key_shape=(KEY_WORDS,), seed=_seed, split=_split, random_bits=_random_bits, fold_in=_fold_in, name="chacha20",
-    tag="cha",
-)  # fmt: skip
+@functools.cache
+def chacha20() -> Any:
+    """The generator as JAX knows it: keys of it draw from all of jax.random."""
+    from jax.extend.random import define_prng_impl  # slow to import, and few runs have noise
+
+    return define_prng_impl(
+        key_shape=(KEY_WORDS,),
+        seed=_seed,
+        split=_split,
+        random_bits=_random_bits,
+        fold_in=_fold_in,
+        name="chacha20",
+        tag="cha",
+    )

@@ -4,9 +4,6 @@ import sys
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 
 class Progress:
@@ -15,16 +12,18 @@ class Progress:
     def __init__(self, title: str, total: int, done: int, show: bool | None):
         self._bar = None
         if sys.stderr.isatty() if show is None else show:
+            from rich import console, progress  # slow to import, and often nobody is looking
+
             columns = [
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[speed]}"),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[values]}"),
+                progress.SpinnerColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[speed]}"),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[values]}"),
             ]
-            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._bar = progress.Progress(*columns, console=console.Console(stderr=True))
             self._task = self._bar.add_task(title, total=total, completed=done, speed="compiling", values="")
 
     def __enter__(self) -> "Progress":
