@@ -4,11 +4,15 @@
 NESTFED_REQUIRE_DATA. A test that misses what is said to be there fails.
 """
 
+import functools
 import os
+import runpy
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from nestfed.data import Images
 
 
 def missing(what: str, message: str) -> NoReturn:
@@ -24,3 +28,10 @@ def shared_data() -> Path:
     if not folder.is_dir():
         missing("DATA", f"the official data files are not at {folder}: nothing to compare with")
     return folder
+
+
+@functools.cache
+def cifar10_subset() -> Images:
+    """Every class's first 1,100 and last 100 training images, and its first 200 test images."""
+    tool = Path(__file__).resolve().parent.parent / "tools" / "fetch_cifar10.py"
+    return runpy.run_path(str(tool))["read_subset"]((shared_data() / "cifar10_subset_14000.npz").read_bytes())

@@ -1,5 +1,7 @@
 """Images as rare positives: how they are made and dealt, what is recorded, and the experiment from the command line."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +15,10 @@ from nestfed import simulate
 from nestfed.algorithms import make
 from nestfed.cli import app
 from nestfed.data.images import Images
-from nestfed.experiments.auprc.plan import PUBLISHED, TITLES, Experiment, Plan
-from nestfed.experiments.auprc.task import BinaryLosses, ImageScores, deal_ranked, ranked_task, rare_second_half
+from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
+from nestfed.experiments.auprc.page import PUBLISHED
+from nestfed.experiments.auprc.plan import TITLES, Plan, Trainings
+from nestfed.experiments.auprc.task import BinaryLosses, ImageScores, ranked_task
 from nestfed.models import CNN, Convolution
 from nestfed.problems.robust import MeanLoss
 
@@ -65,10 +69,10 @@ def test_the_experiment_from_the_command_line(tmp_path, monkeypatch):
     table = pd.read_csv(tmp_path / "out" / "tables" / "final.csv")
     assert table["method"].tolist() == ["CODA+", "FCSG"] and table["average precision"].between(0, 1).all()
     assert f"{table['average precision'][1]:.4f}" in page
-    assert (tmp_path / "out" / "figures" / "precision-cifar10-subset.png").stat().st_size > 5000
+    assert (tmp_path / "out" / "figures" / "precision-mnist.png").stat().st_size > 5000
 
 
 def test_every_training_of_the_plan_has_a_published_number():
     plan = Plan()
     assert all(set(PUBLISHED[data]) == set(TITLES) for data, _ in plan.data)
-    assert len(set(Experiment(None, plan).names())) == 2 * 2 * len(TITLES)
+    assert len(set(Trainings(Path(), plan).names())) == 2 * 2 * len(TITLES)

@@ -9,7 +9,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from nestfed.experiments import reproduce
-from nestfed.experiments.counterexample import plan as counterexample
+from nestfed.experiments.counterexample.limits import averaging_limit, ds_limit, mixed_limit, printed_limit
+from nestfed.experiments.counterexample.page import check_claims, digits
 
 KEPT = Path(__file__).parent.parent / "experiments" / "counterexample"
 LIMIT = 1e-5
@@ -27,15 +28,15 @@ LIMIT = 1e-5
     ],
 )  # fmt: skip
 def test_limits_of_averaging_are_roots(name, steps, lr, expected):
-    assert counterexample.averaging_limit(name, steps, lr) == pytest.approx(expected, abs=1e-7)
+    assert averaging_limit(name, steps, lr) == pytest.approx(expected, abs=1e-7)
 
 
 def test_limits_of_the_other_methods_are_those_of_the_specification():
-    assert counterexample.printed_limit() == pytest.approx(0.45)
+    assert printed_limit() == pytest.approx(0.45)
     limits = {(0.001, 0.001, 2): 0.0060118, (0.001, 0.001, 8): 0.0413943, (0.04, 0.1, 2): 0.4766517, (0.04, 0.1, 1): 0}
     for settings, expected in limits.items():
-        assert counterexample.ds_limit(*settings) == pytest.approx(expected, abs=1e-7)
-    assert counterexample.mixed_limit(1.0) == pytest.approx(1.1686673, abs=1e-7)  # nothing is mixed
+        assert ds_limit(*settings) == pytest.approx(expected, abs=1e-7)
+    assert mixed_limit(1.0) == pytest.approx(1.1686673, abs=1e-7)  # nothing is mixed
 
 
 # ------------------------------------------------------------------------------------------------- the experiment
@@ -104,7 +105,7 @@ def test_the_kept_results_are_those_of_the_specification():
 def test_a_verdict_follows_the_numbers():
     read = lambda name: pd.read_csv(KEPT / "tables" / f"{name}.csv")
     averaging, small, feddro, ds = (read(name) for name in ("fedavg-co", "small-steps", "feddro", "ds-feddro"))
-    verdicts = lambda *tables: counterexample.check_claims(*tables).verdict.tolist()
+    verdicts = lambda *tables: check_claims(*tables).verdict.tolist()
     assert verdicts(averaging, small, feddro, ds)[0] == "holds"
     assert verdicts(averaging.assign(limit=0.9), small, feddro, ds)[0] == "does not hold"
     assert verdicts(averaging, small, feddro.assign(limit=0.0), ds)[1] == "holds"
@@ -113,5 +114,5 @@ def test_a_verdict_follows_the_numbers():
 
 
 def test_numbers_below_the_resolution_are_shown_as_zero():
-    shown = counterexample.digits(pd.DataFrame({"beta": [0.5], "limit": [-1e-9], "other": [np.nan]}))
+    shown = digits(pd.DataFrame({"beta": [0.5], "limit": [-1e-9], "other": [np.nan]}))
     assert shown.iloc[0].tolist() == ["0.5", "0.0000000", "–"]

@@ -8,11 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared import cifar10_subset, shared_data
 
 from nestfed import UserError, make, simulate
 from nestfed.data.images import Images, deal_images
 from nestfed.experiments import cells
-from nestfed.experiments.dro_images import plan as images
+from nestfed.experiments.dro_images import data, page
+from nestfed.experiments.dro_images.data import last_of_first_half, shorten_first_half
+from nestfed.experiments.dro_images.plan import CHOSEN_BY, QUICK, Trainings
 from nestfed.experiments.dro_images.task import ClassLimits, image_losses, image_task
 from nestfed.models import CNN, Convolution
 from nestfed.problems.robust import MeanLoss
@@ -20,7 +25,7 @@ from nestfed.problems.toys import quadratics
 
 CLASSES = tuple("abcd")
 MODEL = CNN(outputs=4, layers=(Convolution(2, pool=4),))
-PLAN = dataclasses.replace(images.QUICK, model=MODEL, rates=(0.05, 0.01), prices=(5.0,), steps=4, search_steps=2)
+PLAN = dataclasses.replace(QUICK, images=48, model=MODEL, rates=(0.05, 0.01), prices=(5.0,), steps=4, search_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,51 @@ def test_limits_on_classes_are_right_on_average(dealt):
     assert problem.constraints(params, batch, key) == pytest.approx(expected, abs=1e-6)
 
 
+# ------------------------------------------------------------------------------------------------- imbalance
+
+
+@pytest.mark.parametrize(("classes", "each", "rows"), [(10, 5000, 25500), (100, 500, 30000)])
+def test_sizes_of_the_short_sets(classes, each, rows):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes, dtype=np.int32), each))
+    mask = last_of_first_half(labels, classes)
+    assert mask.sum() == rows
+    counts = np.bincount(labels[mask])
+    assert counts.tolist() == [100] * (classes // 2) + [each] * (classes // 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=60).map(lambda drawn: np.array(drawn, np.int32)), st.integers(1, 9))
+def test_the_last_images_of_the_short_classes_are_kept(labels, keep):
+    mask = last_of_first_half(labels, 5, keep)
+    for label in range(5):
+        places = np.flatnonzero(labels == label)
+        expected = places[-keep:] if label < 2 else places
+        np.testing.assert_array_equal(np.flatnonzero(mask & (labels == label)), expected)
+
+
+def test_at_least_one_image_is_kept():
+    for keep in (0, -1, 2.5):
+        with pytest.raises(UserError, match=f"keep={keep} was given"):
+            last_of_first_half(np.zeros(3, np.int32), 2, keep)
+
+
+def test_the_subset_holds_the_short_classes():
+    images = cifar10_subset()
+    with np.load(shared_data() / "cifar10_subset_14000.npz") as file:
+        place = file["train_index"]  # in the official 50,000
+    short = last_of_first_half(images.train_labels, 10)
+    for label in range(5):
+        mine = images.train_labels == label
+        assert (short & mine).sum() == 100
+        # Between the first 1,100 and the last 100 of 5,000 images lie 3,800 that the subset leaves out.
+        assert place[short & mine].min() - place[mine & ~short].max() > 30000
+        assert place[short & mine].min() > 48000
+    shortened = shorten_first_half(images)
+    assert np.bincount(shortened.train_labels).tolist() == [100] * 5 + [1200] * 5
+    np.testing.assert_array_equal(shortened.train_images, images.train_images[short])
+    np.testing.assert_array_equal(shortened.test_images, images.test_images)
+
+
 # ------------------------------------------------------------------------------------------------- cells
 
 
@@ -91,8 +141,12 @@ def test_a_cell_is_computed_once(tmp_path):
         metrics = lambda task, server, client, data, fed: {"closeness": -((server.x[0] - 0.8) ** 2)}
         return cells.train(settings, quadratics(), [0, 3], rounds=30, progress=False, metrics=metrics)
 
+    class One(Trainings):
+        def train(self, name):
+            return train()
+
+    cell, again = (One(tmp_path, PLAN).cell("one") for _ in range(2))
     path = tmp_path / "cells" / "one.json"
-    cell, again = cells.kept(path, train), cells.kept(path, train)
     assert made == [1] and json.loads(path.read_text())["settings"] == [{"lr": 0.1}, {"lr": 1e30}]
     assert (cell.metrics["closeness"][0] == again.metrics["closeness"][0]).all()
     assert cell.diverged[0].tolist() == [-1, -1] and (cell.diverged[1] >= 0).all()
@@ -104,9 +158,9 @@ def test_a_cell_is_computed_once(tmp_path):
         cell._replace(diverged=np.ones((2, 2), int)).best("closeness")
 
 
-def test_settings_are_chosen_on_validation_images_and_used(made, tmp_path):
-    experiment = images.Experiment(tmp_path, PLAN, made, progress=False)
-    cell = experiment.cell("feddro-1-iid")
+def test_settings_are_chosen_on_validation_images_and_used(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "load_short", lambda name, keep: made)
+    cell = Trainings(tmp_path, PLAN, progress=False).cell("feddro-1-iid")
     choice = cells.load(tmp_path / "cells" / "choose-feddro-1.json")
     assert choice.settings == [{"lr": 0.05, "price": 5.0}, {"lr": 0.01, "price": 5.0}] and choice.seeds == [0]
     best = int(choice.metrics["validation_balanced_accuracy"][:, 0, -1].argmax())
@@ -115,10 +169,10 @@ def test_settings_are_chosen_on_validation_images_and_used(made, tmp_path):
     assert cell.round.tolist() == [0, 2, 4] and np.isfinite(cell.metrics["test_accuracy"]).all()
 
 
-def test_page_of_made_up_cells(made, tmp_path):
+def test_page_of_made_up_cells(tmp_path):
     """Numbers put in come out: table, verdicts and figures follow from the cells."""
     plan = dataclasses.replace(PLAN, local_steps=(1, 2, 4), seeds=3)
-    experiment = images.Experiment(tmp_path, plan, made)
+    trainings = Trainings(tmp_path, plan, "nestfed reproduce dro-images")
     level = {"feddro-1-iid": 0.8, "ds-feddro-1-iid": 0.7, "fastdro-1-iid": 0.6, "pdsgd-1-iid": 0.5, "mbsgd-1-iid": 0.4}
 
     def invented(name):
@@ -126,7 +180,7 @@ def test_page_of_made_up_cells(made, tmp_path):
         seeds = 1 if choosing else 3
         final = np.array([[level.get(name, 0.6) + 0.001 * s for s in range(seeds)]])
         values = np.stack([0 * final, final], 2)
-        names = [*images.SHOWN, images.CHOSEN_BY]
+        names = [*page.SHOWN, CHOSEN_BY]
         return cells.Cell(
             settings=[{"lr": 0.1}], seeds=list(range(seeds)), round=np.array([0, 4]),
             metrics=dict.fromkeys(names, values), diverged=-np.ones((1, seeds), int),
@@ -134,14 +188,14 @@ def test_page_of_made_up_cells(made, tmp_path):
             machine="abacus",
         )  # fmt: skip
 
-    for name in experiment.names():
-        cells.kept(tmp_path / "cells" / f"{name}.json", lambda name=name: invented(name))
-    text = images.write_page(experiment, "nestfed reproduce dro-images").read_text()
+    for name in trainings.names():
+        cells.save(trainings.path(name), invented(name))
+    text = page.EXPERIMENT.write(trainings).read_text()
     assert "{{" not in text and "abacus" in text and text.count("Compared:") == 5
-    table = images.final_table(experiment).set_index(["method", "local steps"])
+    table = page.final_table(trainings).set_index(["method", "local steps"])
     assert table.loc[("FedDRO", 1), "test accuracy"] == pytest.approx(0.801)
     assert table.loc[("FedDRO", 1), "exchanges"] == 8 and table.loc[("FedDRO", 1), "MB up per client"] == 4e-4
-    verdicts = {claim.number: claim.verdict for claim in images.check_claims(experiment)}
+    verdicts = {claim.number: claim.verdict for claim in page.check_claims(trainings)}
     assert verdicts["1"].startswith("holds (6 of 6") and verdicts["3"].startswith("does not hold")
     assert verdicts["5"].startswith("holds")
     for figure in ("figure1-methods", "figure2-local-steps"):

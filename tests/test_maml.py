@@ -17,8 +17,8 @@ from shared import shared_data
 from nestfed import Rows, Sample, Task, UserError, make, simulate, struct
 from nestfed.core.randomness import fold
 from nestfed.experiments import reproduce
-from nestfed.experiments.cells import Cell, kept, load
-from nestfed.experiments.maml import plan as maml
+from nestfed.experiments.cells import Cell, load, save
+from nestfed.experiments.maml import page as maml
 from nestfed.experiments.maml.data import (
     FederatedCharacters,
     deal_characters,
@@ -26,6 +26,7 @@ from nestfed.experiments.maml.data import (
     read_archive,
     read_prepared,
 )
+from nestfed.experiments.maml.plan import QUICK, TITLES, Plan, Trainings
 from nestfed.experiments.maml.task import CONV4, Characters, character_task, sine_task
 from nestfed.models import CNN, Convolution
 from nestfed.problems import Conditional
@@ -332,7 +333,8 @@ def test_sine_waves_are_learnt():
 def test_quick_experiment(tmp_path, monkeypatch):
     monkeypatch.setenv("NESTFED_DATA", str(shared_data()))
     # Sine waves go the same way; a program less to compile.
-    monkeypatch.setattr(maml, "QUICK", dataclasses.replace(maml.QUICK, studies=("omniglot",), rates=(0.05, 0.01)))
+    quick = dataclasses.replace(QUICK, studies=("omniglot",), rates=(0.05, 0.01))
+    monkeypatch.setattr(maml, "EXPERIMENT", dataclasses.replace(maml.EXPERIMENT, quick=quick))
     page = reproduce("maml", out=tmp_path / "out", quick=True, progress=False)
     text = page.read_text()
     assert "{{" not in text and "Not run yet" not in text and text.count("Compared:") == 1
@@ -346,13 +348,13 @@ def test_quick_experiment(tmp_path, monkeypatch):
 
 def test_page_of_made_up_cells(tmp_path):
     """Numbers put in come out; what is not there yet is named."""
-    experiment = maml.Experiment(tmp_path, maml.Plan())
-    level = dict(zip(maml.TITLES, (0.9, 0.92, 0.91, 0.5, 0.88), strict=True))
+    trainings = Trainings(tmp_path, Plan(), "nestfed reproduce maml")
+    level = dict(zip(TITLES, (0.9, 0.92, 0.91, 0.5, 0.88), strict=True))
 
     def invented(name):
         study, part, method = name.split("-", 2)
         seeds = 1 if part == "choose" else 3
-        settings = experiment.grid(study, method) if part == "choose" else [{"lr": 0.1}]
+        settings = trainings.grid(study, method) if part == "choose" else [{"lr": 0.1}]
         worse = [words["lr"] + words.get("inner_lr", 0) if part == "choose" else 0 for words in settings]
         final = np.array([[level[method] + 0.001 * s + more for s in range(seeds)] for more in worse])
         values = np.stack([0 * final, final], 2)
@@ -366,16 +368,16 @@ def test_page_of_made_up_cells(tmp_path):
             machine="abacus",
         )  # fmt: skip
 
-    for name in experiment.names("omniglot"):
-        kept(experiment.path(name), lambda name=name: invented(name))
-    text = maml.write_page(experiment, "nestfed reproduce maml").read_text()
+    for name in trainings.names("omniglot"):
+        save(trainings.path(name), invented(name))
+    text = maml.EXPERIMENT.write(trainings).read_text()
     assert "Not run yet: sine (clients alike), sine (every client its own phases)." in text and "abacus" in text
-    table = maml.final_table(experiment, "omniglot", ["1"]).set_index("method")
+    table = maml.final_table(trainings, "omniglot", ["1"]).set_index("method")
     assert table.loc["FCSG-M", "test accuracy"] == pytest.approx(0.921)
-    weights = maml.weight_table(experiment, experiment.finished()).set_index("method")
+    weights = maml.weight_table(trainings, trainings.finished()).set_index("method")
     assert weights.loc["Local-SCGDM", "inner_lr = 0.5"] == pytest.approx(
         0.88 + 0.5 + 0.05
     )  # the best of its step sizes
-    verdicts = {claim.number: claim.verdict for claim in maml.check_claims(experiment, experiment.finished())}
+    verdicts = {claim.number: claim.verdict for claim in maml.check_claims(trainings, trainings.finished())}
     # 0.92 and 0.91 are not five points above 0.88.
     assert verdicts["1"].startswith("does not hold (3 of 6") and verdicts["3"].startswith("does not hold (0 of 5")

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from nestfed.core.settings import UserError
-from nestfed.data import TEST, TRAIN, VALIDATION, Encoder, load
-from nestfed.experiments.dro_fairness.data import NoisyGroups, adult_noisy_groups, proxy_groups, with_proxies
+from nestfed.data import TEST, TRAIN, VALIDATION, load
+from nestfed.experiments.dro_fairness.data import (
+    BucketEncoder,
+    NoisyGroups,
+    adult_noisy_groups,
+    proxy_groups,
+    with_proxies,
+)
 
 
 @functools.cache
@@ -36,7 +42,7 @@ PUBLISHED = {
 def test_adults_buckets_are_the_published_ones():
     frame = load("adult-all").frame.drop(columns=["income", "part", "fnlwgt"])
     training = np.random.default_rng(0).random(len(frame)) < 0.7
-    encoder = Encoder.fit(frame, "bucketed", rows=training)
+    encoder = BucketEncoder.of(frame, training)
     quartiles = np.quantile(frame["age"][training], [0.25, 0.5, 0.75])
     edges = PUBLISHED | {"age": [-np.inf, *quartiles, np.inf]}
     cut = frame.assign(**{name: pd.cut(frame[name], bins, labels=False) for name, bins in edges.items()})
@@ -45,7 +51,7 @@ def test_adults_buckets_are_the_published_ones():
     np.testing.assert_array_equal(encoder.transform(frame), expected.to_numpy(np.float32))
     assert encoder.names[:4] == ["age up to 28", "age 28 to 37", "age 37 to 48", "age above 48"]
     assert {"sex=Female", "sex=Male"} <= set(encoder.names)
-    assert Encoder.from_dict(json.loads(json.dumps(encoder.to_dict()))) == encoder
+    assert BucketEncoder.from_dict(json.loads(json.dumps(encoder.to_dict()))) == encoder
 
 
 def test_buckets_of_other_columns():
@@ -58,7 +64,7 @@ def test_buckets_of_other_columns():
             "code": ["A11", "A12"] * 4,
         }
     )
-    encoder = Encoder.fit(frame, "bucketed")
+    encoder = BucketEncoder.of(frame)
     assert encoder.names == [
         *("size up to 2.5", "size 2.5 to 4", "size 4 to 5.5", "size above 5.5", "size missing"),
         *("mostly up to 0", "mostly above 0", "gaps missing", "code=A11", "code=A12"),
@@ -75,7 +81,7 @@ def test_buckets_of_other_columns():
 
 def test_quartiles_are_those_of_the_training_rows():
     frame = pd.DataFrame({"size": [1.0, 2.0, 3.0, 100.0, 200.0, 300.0]})
-    encoder = Encoder.fit(frame, "bucketed", rows=np.arange(6) < 3)
+    encoder = BucketEncoder.of(frame, np.arange(6) < 3)
     assert encoder.names == ["size up to 1.5", "size 1.5 to 2", "size 2 to 2.5", "size above 2.5"]
 
 

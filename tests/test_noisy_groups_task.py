@@ -16,9 +16,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from nestfed import Sample, Task, UserError, make, simulate
 from nestfed.experiments import reproduce
 from nestfed.experiments.cells import Cell
-from nestfed.experiments.dro_fairness import plan as experiment
+from nestfed.experiments.dro_fairness import plan as dro_fairness
 from nestfed.experiments.dro_fairness.data import NoisyGroups, proxy_groups
-from nestfed.experiments.dro_fairness.plan import QUICK, Experiment, Plan, Training
+from nestfed.experiments.dro_fairness.page import EXPERIMENT
+from nestfed.experiments.dro_fairness.plan import QUICK, Plan, Training, Trainings
 from nestfed.experiments.dro_fairness.task import EqualOpportunity, noisy_groups_task
 from nestfed.models import Perceptron
 
@@ -290,7 +291,8 @@ def test_training_lowers_the_objective():
 def test_empty_seats_change_nothing():
     task = noisy_groups_task(few(clients=2))
     algorithm = make("mbsgd", lr=0.1)
-    alone, seated = (simulate(algorithm, t, rounds=3, evaluate_every=None) for t in (task, experiment._seated(task, 4)))
+    tasks = task, dro_fairness._seated(task, 4)
+    alone, seated = (simulate(algorithm, one, rounds=3, evaluate_every=None) for one in tasks)
     assert_allclose(alone.server.x, seated.server.x, rtol=1e-12)
 
 
@@ -313,17 +315,17 @@ def test_what_is_chosen():
         cost={}, seconds=0.0, machine="",
     )  # fmt: skip
     training = Training("feddro", 8)
-    found = Experiment(Path("."), Plan(), known={training.name: cell})
-    assert found.chosen(training, "rounds") == 2
-    assert found.chosen(training, "steps") == 1
-    assert found.chosen(training, "rounds", (0.01, 0.1)) == 1
+    found = Trainings(Path("."), Plan(), known={training.name: cell})
+    assert found.preferred(training, "rounds") == 2
+    assert found.preferred(training, "steps") == 1
+    assert found.preferred(training, "rounds", (0.01, 0.1)) == 1
     with pytest.raises(UserError, match="every setting diverged"):
-        found.chosen(training, "rounds", (3.0,))
+        found.preferred(training, "rounds", (3.0,))
 
 
 def test_the_trainings_of_the_plan():
-    all_of = Experiment(Path("."), Plan())
-    assert len(set(all_of.trainings)) == len(all_of.trainings) == 4 + 3 + 2 + 2 * 6 + 8
+    all_of = Trainings(Path("."), Plan())
+    assert len(set(all_of.all_trainings)) == len(all_of.all_trainings) == 4 + 3 + 2 + 2 * 6 + 8
     # After 3200 steps, whatever the method and the number of local steps.
     assert {all_of._last(t, "steps") * t.steps_per_round for t in all_of.compared + all_of.local_steps} == {3200}
 
@@ -347,6 +349,6 @@ def test_the_quick_version(tmp_path, monkeypatch):
     for figure in text.split("](figures/")[1:]:
         assert (folder / "figures" / figure.split(")")[0]).stat().st_size > 10_000
     # A second time everything is read, nothing trained.
-    monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("trained again"))
-    page = experiment.run(folder, "the second command", quick=True, progress=False)
+    monkeypatch.setattr(dro_fairness, "train", lambda *_, **__: pytest.fail("trained again"))
+    page = EXPERIMENT.run(folder, "the second command", quick=True, progress=False)
     assert "the second command" in page.read_text(encoding="utf-8")

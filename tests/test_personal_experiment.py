@@ -21,11 +21,13 @@ from shared import shared_data
 from nestfed import UserError, make, simulate
 from nestfed.data.images import Images
 from nestfed.experiments import EXPERIMENTS, reproduce
-from nestfed.experiments.cells import Cell, kept, load
+from nestfed.experiments.cells import Cell, load, save
+from nestfed.experiments.personal import page as personal_page
 from nestfed.experiments.personal import plan as personal
 from nestfed.experiments.personal.data import deal_classes, deal_writers, held_out
 from nestfed.experiments.personal.femnist import CLASS_NAMES, load_femnist
 from nestfed.experiments.personal.task import COLOUR, GREY, ImageClasses, RandomImageClasses, personal_task
+from nestfed.experiments.privacy import page as privacy_page
 from nestfed.experiments.privacy import plan as privacy
 from nestfed.uploads.privacy import LocalDP
 from nestfed.uploads.transforms import Clip, ClipMean
@@ -190,9 +192,11 @@ def test_fedcr_trains_on_random_representations_of_images():
 
 def test_quick_personal(tmp_path, monkeypatch):
     monkeypatch.setenv("NESTFED_DATA", str(shared_data()))
-    ((name, about),) = personal.QUICK.data
-    data, methods = ((name, dataclasses.replace(about, rounds=2)),), ("fedreco-chosen",)
-    monkeypatch.setattr(personal, "QUICK", dataclasses.replace(personal.QUICK, data=data, methods=methods))
+    small = dataclasses.replace(personal.SMALL, outputs=len(CLASS_NAMES))
+    writers = dataclasses.replace(personal.FEMNIST, model=small, rounds=2, evaluate_every=2, writers=5, newcomers=2)
+    data, methods = (("femnist", writers),), ("fedreco-chosen",)
+    quick = dataclasses.replace(personal.QUICK, data=data, methods=methods)
+    monkeypatch.setattr(personal_page, "EXPERIMENT", dataclasses.replace(personal_page.EXPERIMENT, quick=quick))
     page = reproduce("personal", out=tmp_path / "out", quick=True, progress=False)
     text = page.read_text()
     assert "{{" not in text and "{%" not in text and "Not run yet" not in text and "quick version" in text
@@ -218,22 +222,22 @@ def test_private_trainings_by_name_and_their_page(tmp_path, monkeypatch):
     ((name, about),) = plan.training.data
     data = ((name, dataclasses.replace(about, rounds=2)),)
     plan = dataclasses.replace(plan, training=dataclasses.replace(plan.training, data=data, seeds=1))
-    experiment = privacy.Experiment(tmp_path, plan, progress=False)
+    trainings = privacy.Trainings(tmp_path, plan, "nestfed reproduce privacy", progress=False)
     for release in ("paper", "analytic"):
-        experiment.cell(f"subset-fedavg-whole-{release}")
-    page = privacy.write_page(experiment, "nestfed reproduce privacy")
+        trainings.cell(f"mnist-fedavg-whole-{release}")
+    page = privacy_page.EXPERIMENT.write(trainings)
     text = page.read_text()
     assert "{{" not in text and "{%" not in text
-    assert "Not run yet: subset-local-only-plain, subset-fedreco-plain" in text
+    assert "Not run yet: mnist-local-only-plain, mnist-fedreco-plain" in text
     table = pd.read_csv(tmp_path / "tables" / "final.csv").set_index("uploads")
     paper, exact = table.loc["paper's formula"], table.loc["analytic mechanism"]
-    size, sigma = privacy.upload_size(plan, "subset", "fedavg-whole"), math.sqrt(2 * math.log(1.25e5)) * 10 / 100
+    size, sigma = privacy.upload_size(plan, "mnist", "fedavg-whole"), math.sqrt(2 * math.log(1.25e5)) * 10 / 100
     assert_allclose(paper["norm of the noise in a mean"], sigma * math.sqrt(size / 10), rtol=1e-4)
     assert_allclose(paper["noise multiplier"], sigma / 20, rtol=1e-4)
     assert exact["norm of the noise in a mean"] > paper["norm of the noise in a mean"]
     assert 100 < exact["epsilon of the run"] < paper["epsilon of the run"]  # two releases; with the true sensitivity
     for name in ("epsilon", "noise"):
-        assert (tmp_path / "figures" / f"accuracy-subset-{name}.png").stat().st_size > 5_000
+        assert (tmp_path / "figures" / f"accuracy-mnist-{name}.png").stat().st_size > 5_000
     assert "privacy" in EXPERIMENTS
 
 
@@ -245,7 +249,7 @@ def test_what_is_done_to_uploads():
     for release, value, sigma in (("paper", 1.0, 48.4481), ("paper", 10.0, 4.8448), ("noise", 0.01, 0.2)):
         (guarantee,) = plan.uploads("fedreco", release, value)
         assert isinstance(guarantee, LocalDP) and guarantee.sigma == pytest.approx(sigma, rel=1e-5)
-    names = privacy.Experiment(Path(), plan).names()
+    names = privacy.Trainings(Path(), plan).names()
     assert len(set(names)) == len(names) == 11
     assert privacy.parts("fmnist-fedavg-whole-paper") == ("fmnist", "fedavg-whole", "paper")
 
@@ -266,14 +270,14 @@ def test_every_method_of_the_plan_has_the_paper_s_settings():
         if getattr(chosen, field.name) != getattr(made["fedreco"], field.name)
     }
     assert other == {"server_lr", "coupling"}
-    names = personal.Experiment(Path(), plan).names()
+    names = personal.Trainings(Path(), plan).names()
     assert len(names) == 36 and names.index("choose-femnist") < names.index("femnist-fedreco-chosen")
 
 
 def test_page_of_made_up_cells(tmp_path):
     """Numbers put in come out, without data; FedAvg and FedBABU are judged fine-tuned; what is not there is named."""
     plan = dataclasses.replace(personal.Plan(), data=personal.Plan().data[:2])
-    experiment = personal.Experiment(tmp_path, plan)
+    trainings = personal.Trainings(tmp_path, plan, "nestfed reproduce personal")
     level = dict(zip(personal.TITLES, (0.8, 0.5, 0.85, 0.86, 0.1, 0.79, 0.84, 0.9, 0.904, 0.91, 0.79), strict=True))
     parts = ("", "_worst_decile", "_lowest", "_deviation")
 
@@ -291,20 +295,20 @@ def test_page_of_made_up_cells(tmp_path):
         )  # fmt: skip
 
     for method in plan.methods:
-        kept(experiment.path(f"fmnist-{method}"), lambda: invented(method))
-    text = personal.write_page(experiment, "nestfed reproduce personal").read_text()
+        save(trainings.path(f"fmnist-{method}"), invented(method))
+    text = personal_page.EXPERIMENT.write(trainings).read_text()
     assert "Not run yet: local training only (cifar10), FedAvg (cifar10)" in text and "abacus" in text
     assert "50 clients, 49000 images to train on and 21000" in " ".join(text.split())
-    table = personal.final_table(experiment.finished()["fmnist"]).set_index("method")
+    table = personal_page.final_table(trainings.finished()["fmnist"]).set_index("method")
     assert table.loc["FedAvg", "test accuracy"] == pytest.approx(0.501)
     assert table.loc["FedAvg, fine-tuned", "test accuracy"] == pytest.approx(0.851)
-    verdicts = [claim.verdict for claim in personal.check_claims(experiment.finished())]
+    verdicts = [claim.verdict for claim in personal_page.check_claims(trainings.finished())]
     shared, others, chosen, chosen_and_not, variance = verdicts
     assert chosen.startswith("does not hold (0 of 1") and chosen_and_not.startswith("does not hold (0 of 1")
     assert shared.startswith("holds (3 of 3") and others.startswith("does not hold (4 of 6")  # FedBABU and FedPAC
     assert variance.startswith("holds (1 of 1")
     assert "server's mean is shortened to norm 10.0 in most rounds (fmnist 75 %)" in (" ".join(text.split()))
-    settings = tomllib.loads((tmp_path / "settings.toml").read_text())
+    settings = tomllib.loads((tmp_path / "settings.toml").read_text())["plan"]
     assert settings["couplings"]["fedpac"] == 1.0 and settings["data"]["cifar10"]["classes"] == 2
 
 

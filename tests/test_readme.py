@@ -74,6 +74,12 @@ def test_reproduction_writes_its_page(tmp_path):
     assert len(linked) == 5 and all((page.parent / path).exists() for path in linked)
     table = pd.read_csv(page.parent / "tables" / "table1.csv")
     assert len(table) == 2 * 7 * 3 and table.ours.notna().all() and (table.seeds == 2).all()
+    trained = {path: path.stat().st_mtime_ns for path in (page.parent / "cells").iterdir()}
+    assert len(trained) == 4
+    (page.parent / "tables" / "table1.csv").unlink()
+    run("nestfed reproduce fairness --quick --resume", tmp_path)  # nothing is trained again
+    assert {path: path.stat().st_mtime_ns for path in (page.parent / "cells").iterdir()} == trained
+    pd.testing.assert_frame_equal(pd.read_csv(page.parent / "tables" / "table1.csv"), table)
 
 
 SWEEP = re.search(r"`(nestfed\.sweep\(.*?rounds=50\))`", README, re.S)

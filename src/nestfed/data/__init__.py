@@ -11,7 +11,6 @@ from nestfed.data.images import (
     load_images,
     normalise,
     random_crop_flip,
-    shorten_first_half,
 )
 from nestfed.data.partition import (
     PARTS,
@@ -24,7 +23,6 @@ from nestfed.data.partition import (
     by_ratios,
     classes,
     dirichlet,
-    draw_holdings,
     holdings,
     iid,
     shards,
@@ -53,7 +51,6 @@ __all__ = [
     "deal_images",
     "describe",
     "dirichlet",
-    "draw_holdings",
     "federate",
     "holdings",
     "iid",
@@ -64,7 +61,6 @@ __all__ = [
     "random_crop_flip",
     "read_table",
     "shards",
-    "shorten_first_half",
     "split_by_group",
     "summary",
 ]

@@ -86,7 +86,7 @@ def federate(
     columns = table.features(without=() if keep_group else group_columns)
     frame = table.frame.reindex(columns=columns)
     training = part == TRAIN if recipe == "standard" else None
-    encoder = Encoder.fit(frame, recipe, rows=training, full_table=table.frame.reindex(columns=table.features()))
+    encoder = Encoder.fit(frame, recipe, rows=training)
     return Federated(
         inputs=encoder.transform(frame),
         label=label,

@@ -8,14 +8,11 @@ import dataclasses
 import functools
 import hashlib
 import io
-import lzma
-import pickle
 import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +23,7 @@ from jax import lax
 from nestfed.core.randomness import random_indices
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError, suggest
-from nestfed.core.types import Array
+from nestfed.core.types import AnyArray, Array
 from nestfed.data import partition as rules
 from nestfed.data.fetch import REMEDY, Official, first_line, obtain
 from nestfed.data.partition import TRAIN
@@ -73,37 +70,8 @@ class ImageSource(Official):
 # ------------------------------------------------------------------------------------------------- reading
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Plain containers, numbers, text and arrays. A pickle may ask for any function and have it called, and an md5 sum
-    does not rule out a file that was made to match it: whatever else is asked for is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Named as by the numpy of any time. The copy: what the pickle does to a type must not reach numpy's own.
-        parts = {
-            "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],
-            "numpy.ndarray": np.ndarray,
-            "numpy.dtype": lambda code, *_: np.dtype(code, copy=True),
-        }
-        asked = f"{module}.{name}"
-        found = parts.get(asked.replace("numpy._core.", "numpy.core."))
-        if found is None:
-            raise pickle.UnpicklingError(f"it asks for {asked}, which arrays do not need: refused")
-        return found
-
-
-def _unpickled(name: str, content: bytes) -> dict[str, Any]:
-    """The dictionary in a file of an archive; text of Python 2 is read as text."""
-    try:
-        found = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
-    except Exception as error:  # pickle documents no narrower kind for what damaged files lead to
-        raise ValueError(f"{name} in it: {first_line(error)}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} in it holds a {type(found).__name__}, not a dictionary")
-    return found
-
-
-def _members(content: bytes, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """The dictionaries in these files of a tar.gz archive."""
+def _members(content: bytes, wanted: Sequence[str]) -> list[bytes]:
+    """The contents of these files of a tar.gz archive."""
     found = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
@@ -117,19 +85,18 @@ def _members(content: bytes, wanted: Sequence[str]) -> list[dict[str, Any]]:
     for name in wanted:
         if name not in found:
             raise ValueError(f"it does not hold {name}")
-    return [_unpickled(name, found[name]) for name in wanted]
+    return [found[name] for name in wanted]
 
 
-def _from_batches(train: Sequence[dict[str, Any]], test: dict[str, Any], labels: str, names: Sequence[str]) -> Images:
-    # A row holds the red, the green and the blue plane of an image.
-    pixels = lambda batch: np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return Images(
-        train_images=np.concatenate([pixels(batch) for batch in train]),
-        train_labels=np.concatenate([np.asarray(batch[labels], np.int32) for batch in train]),
-        test_images=np.ascontiguousarray(pixels(test)),
-        test_labels=np.asarray(test[labels], np.int32),
-        class_names=tuple(map(str, names)),
-    )
+def _records(batch: bytes, labels: int) -> tuple[np.ndarray, np.ndarray]:
+    """(images, their last labels) of a batch: an image has so many labels of a byte each, the broadest first, and then
+    a red, a green and a blue plane."""
+    size = labels + 3 * 32 * 32
+    if len(batch) % size:
+        raise ValueError(f"a batch in it has {len(batch)} bytes, images have {size} each")
+    rows = np.frombuffer(batch, np.uint8).reshape(-1, size)
+    images = rows[:, labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), rows[:, labels - 1].astype(np.int32)
 
 
 def read_cifar10(content: bytes) -> Images:
@@ -139,41 +106,14 @@ def read_cifar10(content: bytes) -> Images:
             pixels = (file["train_images"], file["test_images"])
             labels = (file["train_labels"].astype(np.int32), file["test_labels"].astype(np.int32))
         return Images(pixels[0], labels[0], pixels[1], labels[1], CIFAR10_CLASSES)
-    *train, test = _members(content, (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"))
-    return _from_batches(train, test, "labels", CIFAR10_CLASSES)
+    *train, test = _members(content, (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"))
+    return Images(*_records(b"".join(train), 1), *_records(test, 1), CIFAR10_CLASSES)
 
 
 def read_cifar100(content: bytes) -> Images:
-    train, test, meta = _members(content, ("train", "test", "meta"))
-    return _from_batches([train], test, "fine_labels", meta["fine_label_names"])
-
-
-def read_cifar10_subset(content: bytes) -> Images:
-    """Pixels stored as errors of a prediction: of green, and of red and blue less that of green, modulo 256."""
-    with np.load(io.BytesIO(content)) as file:
-        labels, number = file["y"].astype(np.int32), int(file["n_train"])
-        stream = lzma.decompress(file["residual_xz"].tobytes())
-    green, red, blue = np.frombuffer(stream, np.uint8).reshape(3, len(labels), 32, 32)
-    pixels = _undo_prediction(np.stack([red + green, green, blue + green], axis=-1))
-    return Images(pixels[:number], labels[:number], pixels[number:], labels[number:], CIFAR10_CLASSES)
-
-
-def _undo_prediction(errors: np.ndarray) -> np.ndarray:
-    """Pixels from the errors of the median-edge predictor: the median of the left, the upper and left + upper -
-    corner; in the first row and column the only neighbour. All images at once, uint8 [images, rows, columns, ...]."""
-    errors = np.moveaxis(errors, 0, -1).astype(np.int16)
-    pixels = np.zeros_like(errors)
-    rows, columns = errors.shape[:2]
-    for i in range(rows):
-        for j in range(columns):
-            if i and j:
-                left, upper = pixels[i, j - 1], pixels[i - 1, j]
-                low, high = np.minimum(left, upper), np.maximum(left, upper)
-                guess = np.clip(left + upper - pixels[i - 1, j - 1], low, high)
-            else:
-                guess = pixels[i, j - 1] if j else pixels[i - 1, j] if i else 0
-            pixels[i, j] = (errors[i, j] + guess) & 255
-    return np.ascontiguousarray(np.moveaxis(pixels.astype(np.uint8), -1, 0))
+    """The official archive; an image has the label of its superclass and then its own."""
+    train, test, names = _members(content, ("train.bin", "test.bin", "fine_label_names.txt"))
+    return Images(*_records(train, 2), *_records(test, 2), tuple(names.decode("ascii").split()))
 
 
 def read_idx(content: bytes) -> np.ndarray:
@@ -219,9 +159,9 @@ TORONTO = "https://www.cs.toronto.edu/~kriz"
 
 IMAGE_SOURCES = {
     "cifar10": ImageSource(
-        files=("cifar-10-python.tar.gz",),
-        address=f"{TORONTO}/cifar-10-python.tar.gz",
-        md5={"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a"},
+        files=("cifar-10-binary.tar.gz",),
+        address=f"{TORONTO}/cifar-10-binary.tar.gz",
+        md5={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
         other_names=("cifar10.npz",),  # as tools/fetch_cifar10.py writes it
         train=50000,
         test=10000,
@@ -232,23 +172,13 @@ IMAGE_SOURCES = {
         sha256="795f1793d7b8f8883c578442a02455d2469d49685325e98ea0621b15f4a88d69",
     ),
     "cifar100": ImageSource(
-        files=("cifar-100-python.tar.gz",),
-        address=f"{TORONTO}/cifar-100-python.tar.gz",
-        md5={"cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85"},
+        files=("cifar-100-binary.tar.gz",),
+        address=f"{TORONTO}/cifar-100-binary.tar.gz",
+        md5={"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
         train=50000,
         test=10000,
         classes=100,
         read=read_cifar100,
-    ),
-    # Of each class the first 1,100 and the last 100 training images and the first 200 test images of CIFAR-10.
-    "cifar10-subset": ImageSource(
-        files=("cifar10_subset_14000.npz",),
-        address=None,
-        train=12000,
-        test=2000,
-        classes=10,
-        read=read_cifar10_subset,
-        sha256="47fd63fe8d09a8361fd66989321a82ea6d9953b8b0ad3a1b0df3cf51bb9c5c04",
     ),
     # The mirror of the Common Visual Data Foundation: the author's own page no longer serves the files.
     "mnist": _idx_source(
@@ -277,7 +207,7 @@ IMAGE_SOURCES = {
 
 
 def load_images(name: str) -> Images:
-    """A public set of images by its name: cifar10, cifar100, cifar10-subset, mnist or fashion-mnist."""
+    """A public set of images by its name: cifar10, cifar100, mnist or fashion-mnist."""
     if name not in IMAGE_SOURCES:
         raise UserError(
             f"unknown images {name!r}{suggest(name, IMAGE_SOURCES, *NEAREST)}; known are {', '.join(IMAGE_SOURCES)}."
@@ -288,13 +218,16 @@ def load_images(name: str) -> Images:
 
 def _read(name: str, source: ImageSource, contents: dict[str, bytes], where: str) -> Images:
     files = " and ".join(contents)
+    refusal = lambda problem: UserError(
+        f"{files} from {where} cannot be used as the images {name!r} ({problem}). {REMEDY}"
+    )
     try:
         images = source.read(*contents.values())
         problem = _difference(images, source)
-    except (ValueError, LookupError, TypeError, OSError, struct.error, lzma.LZMAError, zipfile.BadZipFile) as error:
-        problem = first_line(error)
+    except (ValueError, LookupError, TypeError, OSError, struct.error, zipfile.BadZipFile) as error:
+        raise refusal(first_line(error)) from None
     if problem:
-        raise UserError(f"{files} from {where} cannot be used as the images {name!r} ({problem}). {REMEDY}")
+        raise refusal(problem)
     return images
 
 
@@ -311,28 +244,6 @@ def _difference(images: Images, source: ImageSource) -> str | None:
     if source.sha256 and images.digest() != source.sha256:
         return f"its pixels and labels have the sha256 sum {images.digest()}, the official ones {source.sha256}"
     return None
-
-
-# ------------------------------------------------------------------------------------------------- imbalance
-
-
-def shorten_first_half(images: Images, keep: int = 100) -> Images:
-    """Of each class in the first half only the last `keep` training images; all else unchanged, in the same order.
-
-    With 100 images this makes CIFAR10-ST and CIFAR100-ST of the full sets.
-    """
-    rows = last_of_first_half(images.train_labels, len(images.class_names), keep)
-    return dataclasses.replace(images, train_images=images.train_images[rows], train_labels=images.train_labels[rows])
-
-
-def last_of_first_half(labels: np.ndarray, classes: int, keep: int = 100) -> np.ndarray:
-    """Mask of the rows to keep: the last `keep` of each class below classes / 2, and all of the others."""
-    if not isinstance(keep, int | np.integer) or keep < 1:
-        raise UserError(f"keep={keep!r} was given; give the whole number, from 1, of images kept of a class.")
-    mask = labels >= classes // 2
-    for label in range(classes // 2):
-        mask[np.flatnonzero(labels == label)[-keep:]] = True
-    return mask
 
 
 # ------------------------------------------------------------------------------------------------- dealing
@@ -410,7 +321,7 @@ def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean.astype(np.float32), np.where(deviation > 0, deviation, 1).astype(np.float32)
 
 
-def normalise(images: Array, mean: Array, deviation: Array) -> Array:
+def normalise(images: AnyArray, mean: AnyArray, deviation: AnyArray) -> Array:
     """Bytes [..., channels] as numbers of mean 0 and deviation 1, of the type of `mean`."""
     per_channel = lambda a: jnp.asarray(a).reshape((1,) * (jnp.ndim(images) - 1) + (-1,))
     mean, deviation = per_channel(mean), per_channel(deviation)

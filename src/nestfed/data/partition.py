@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from nestfed.core.settings import UserError, suggest
 from nestfed.data.table import NEAREST, Column, categories, listing
@@ -248,13 +245,17 @@ def _deal_by_rule(
         raise UserError("there are no rows to deal; give a table with rows.")
     random = generator(seed, _DEAL)
     needed = np.ones(len(values), bool) if needed is None else needed
-    for _ in range(ATTEMPTS):
+    attempts = 0
+    while True:
         shares = rule(random)
         client = deal(values, shares, random, strata)
         rows = np.bincount(client, minlength=shares.shape[1])
         kept = np.bincount(client[needed], minlength=shares.shape[1])
         if rows.min() >= at_least and kept.min() >= 1:
             return client
+        attempts += 1
+        if attempts == ATTEMPTS:
+            break
     poorest = int(np.argmin(np.where(rows < at_least, -1, kept)))
     what = (
         f"{rows[poorest]} rows (at least {at_least} are needed)"
@@ -352,111 +353,3 @@ def holdings(
             "rows": rows[rows > 0],
         }
     )
-
-
-def draw_holdings(holdings: pd.DataFrame) -> Figure:
-    """Who holds what: rows per client and group, and each client's share of positive labels if there are labels.
-
-    Up to 30 clients as stacked bars, more as a map of the share of each group. Of several seeds the first is drawn.
-    """
-    if "seed" in holdings:
-        holdings = holdings.query(f"seed == {holdings['seed'].iloc[0]}")
-    clients, groups = list(dict.fromkeys(holdings["client"])), list(dict.fromkeys(holdings["group"]))
-    table = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0)
-    rows = table.reindex(index=clients, columns=groups).to_numpy(float)
-    rates = []  # of positive labels: one panel, or none
-    if "label" in holdings:
-        positives = holdings.assign(positive=holdings["rows"] * holdings["label"])
-        table = positives.pivot_table(index="client", values="positive", aggfunc="sum")
-        rates = [table.loc[clients, "positive"].to_numpy(float) / rows.sum(1)]
-    draw = _draw_bars if len(clients) <= 30 else _draw_map
-    return draw(rows, rates, clients, groups)
-
-
-INK, FAINT = "#24292f", "#8c959f"
-# Paul Tol's light colours: told apart with any kind of colour vision, and not those of methods in reports.
-GROUP_COLOURS = ("#77AADD", "#EE8866", "#44BB99", "#EEDD88", "#FFAABB", "#99DDFF", "#BBCC33", "#AAAA00", "#C5CAD0")
-
-
-def _draw_bars(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
-    """Left: stacked bars of rows by group. Right: the share of positive labels, with that of all rows as a line."""
-    titles = [f"{_shortened(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
-    titles_per_line = int(105 // (max(map(len, titles)) + 5))  # as many letters as a line has
-    height = 1.2 + 0.42 * len(clients) + 0.23 * -(-len(titles) // titles_per_line)
-    figure = Figure(figsize=(9, height), layout="constrained")
-    panels = figure.subplots(1, 1 + len(rates), sharey=True, width_ratios=[4] + len(rates) * [1], squeeze=False)
-    bars, *more = panels[0]
-    place, left = np.arange(len(clients)), np.zeros(len(clients))
-    colours = (
-        GROUP_COLOURS if len(groups) <= len(GROUP_COLOURS) else colormaps["turbo"](np.linspace(0.05, 0.95, len(groups)))
-    )
-    for i in range(len(groups)):
-        bars.barh(place, rows[:, i], left=left, height=0.68, color=colours[i], edgecolor="white", linewidth=0.3)
-        left += rows[:, i]
-    total = rows.sum(1)
-    for y, number in zip(place, total, strict=True):
-        bars.annotate(f"{number:,.0f}", (number, y), (4, 0), textcoords="offset points", va="center", color=FAINT)
-    bars.set_xlim(0, total.max() * 1.12)
-    bars.set_yticks(place, [_shortened(client) for client in clients])
-    bars.invert_yaxis()
-    bars.set_xlabel("rows")
-    bars.xaxis.set_major_formatter("{x:,.0f}")
-    for shares, rate in zip(more, rates, strict=True):
-        overall = float((rate * total).sum() / total.sum())
-        shares.axvline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-        shares.hlines(place, 0, 100 * rate, color="#d0d7de", linewidth=2)
-        shares.plot(100 * rate, place, "o", color=INK, markersize=7)
-        for y, value in zip(place, rate, strict=True):
-            shares.annotate(f"{100 * value:.1f}", (100 * value, y), (8, 0), textcoords="offset points", va="center")
-        shares.set_xlim(0, max(1.0, 145 * rate.max()))
-        shares.set_xlabel("positive labels, %\n(dashed: all rows)")
-    for axes in (bars, *more):
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(left=False, colors=INK)
-        axes.grid(axis="x", color="#eaeef2")
-        axes.set_axisbelow(True)
-    handles = [Patch(color=colours[i]) for i in range(len(groups))]
-    figure.legend(handles, titles, loc="outside upper left", ncols=titles_per_line, frameon=False, handlelength=1)
-    return figure
-
-
-def _draw_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
-    """One column per client: its rows, its share of positive labels, and how its rows are divided among the groups."""
-    figure = Figure(figsize=(10, 3.4 + 0.32 * len(groups)), layout="constrained")
-    heights = [1.1, *(0.9 for _ in rates), 0.32 * len(groups) + 0.4]
-    bars, *more, cells = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    place, total = np.arange(len(clients)), rows.sum(1)
-    bars.bar(place, total, width=0.9, color=GROUP_COLOURS[0])
-    bars.set_ylabel("rows")
-    bars.yaxis.set_major_formatter("{x:,.0f}")
-    for shares, rate in zip(more, rates, strict=True):
-        overall = float((rate * total).sum() / total.sum())
-        shares.axhline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-        shares.plot(place, 100 * rate, "o", color=INK, markersize=3)
-        shares.set_ylabel("positive, %")
-        shares.set_ylim(bottom=0)
-    for axes in (bars, *more):
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.tick_params(bottom=False, colors=INK)
-        axes.grid(axis="y", color="#eaeef2")
-        axes.set_axisbelow(True)
-    # Relative to the group's share of all rows: otherwise a small group is pale everywhere and shows nothing.
-    expected = np.outer(total, rows.sum(0)) / rows.sum()
-    with np.errstate(divide="ignore"):
-        ratio = np.log2(rows / expected)
-    image = cells.imshow(ratio.T.clip(-3, 3), aspect="auto", cmap="PuOr", vmin=-3, vmax=3, interpolation="nearest")
-    names = [f"{_shortened(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
-    cells.set_yticks(range(len(groups)), names)
-    cells.set_xlabel(f"{len(clients)} clients")
-    cells.set_xticks([])
-    cells.spines[:].set_visible(False)
-    cells.tick_params(left=False, colors=INK)
-    bar = figure.colorbar(image, ax=cells, ticks=[-3, 0, 3], pad=0.01, aspect=10)
-    bar.ax.set_yticklabels(["⅛ or less", "even share", "8 × or more"])
-    bar.outline.set_visible(False)
-    return figure
-
-
-def _shortened(name: str) -> str:
-    # A dollar sign would start a formula.
-    return (name if len(name) <= 28 else name[:27] + "…").replace("$", r"\$")

@@ -1,15 +1,12 @@
-"""Trainings of an experiment, each kept as a file when it is done: an interrupted reproduction goes on where it was.
+"""Cells: what an experiment keeps of its trainings, as files of plain numbers.
 
-A cell is a sweep of settings x seeds of one algorithm. What it leaves is plain numbers: the settings, the recorded
-metrics, what diverged, how long it took and where.
+A `Cell` is a sweep of settings x seeds of one algorithm: the settings in words, the recorded metrics, what diverged,
+how long it took and where. A `Table` is any other result.
 """
 
-import abc
-import dataclasses
-import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +32,23 @@ class Cell(NamedTuple):
     seconds: float
     machine: str
 
+    @property
+    def rounds(self) -> int:
+        return int(self.round[-1])
+
+    @property
+    def megabytes_up(self) -> float:
+        """What a client sends in all rounds."""
+        return self.cost["bytes_up"] * self.rounds / 1e6
+
     def final(self, metric: str, setting: int = 0) -> pd.Series:
         """The last value by seed; NaN of a run that diverged."""
         return pd.Series(self.metrics[metric][setting, :, -1], self.seeds)
+
+    def moments(self, metric: str, title: str) -> dict[str, float]:
+        """Mean and standard deviation over seeds of the last values, as two columns of a table."""
+        values: Any = self.final(metric)
+        return {title: values.mean(), f"{title}, std": values.std(ddof=0)}
 
     def history(self, name: str, local_steps: int = 1, setting: int = 0) -> pd.DataFrame:
         """One row per seed and evaluation, as the figures of reports take it."""
@@ -50,13 +61,31 @@ class Cell(NamedTuple):
         )
         return pd.concat([frame(i) for i in range(len(self.seeds))], ignore_index=True)
 
-    def best(self, metric: str) -> int:
-        """The setting with the largest final value, averaged over seeds; one that diverged anywhere is passed over."""
-        final = self.metrics[metric][:, :, -1].mean(1)
-        final = np.where((self.diverged >= 0).any(1) | ~np.isfinite(final), -np.inf, final)
-        if np.isinf(final).all():
+    def best(self, metric: str, *, smallest: bool = False, at: int = -1, among: Collection[int] | None = None) -> int:
+        """The setting with the largest (or smallest) mean over seeds at an evaluation, the last one if nothing is said,
+        perhaps among some settings only. One that diverged for any seed until then is passed over."""
+        value = self.metrics[metric][:, :, at].mean(1) * (-1 if smallest else 1)
+        diverged = ((self.diverged >= 0) & (self.diverged <= self.round[at])).any(1)
+        allowed = [among is None or i in among for i in range(len(self.settings))]
+        usable = np.isfinite(value) & ~diverged & allowed
+        if not usable.any():
             raise UserError("every setting diverged; the grid needs smaller step sizes.")
-        return int(final.argmax())
+        return int(np.where(usable, value, -np.inf).argmax())
+
+
+class Table(NamedTuple):
+    """A result that is a table, row by row."""
+
+    rows: list[dict[str, Any]]
+    seconds: float
+    machine: str
+
+
+def in_words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value:g}" for key, value in settings.items())
+
+
+# ------------------------------------------------------------------------------------------------- making them
 
 
 def train(settings: Sequence[tuple[Mapping[str, Any], Any]], tasks: Any, seeds: Sequence[int], **options: Any) -> Cell:
@@ -110,57 +139,42 @@ def _cell(settings: Any, tasks: Any, seeds: Sequence[int], history: Any, diverge
         metrics={name: values for name, values in history.items() if name != "round"},
         diverged=diverged,
         cost={
-            "exchanges": ledger.exchanges, "bytes_up": ledger.bytes_up, "bytes_down": ledger.bytes_down,
+            "exchanges": ledger.exchanges,
+            "bytes_up": ledger.bytes_up,
+            "bytes_down": ledger.bytes_down,
             "oracles": ledger.oracles,
         },
         seconds=time.monotonic() - began,
         machine=jax.devices()[0].device_kind,
-    )  # fmt: skip
+    )
 
 
-def kept(path: Path, make: Callable[[], Cell]) -> Cell:
-    """The cell in this file, or a new one that is written there."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cell = make()
-        plain = cell._asdict() | {
+def tabulate(make: Callable[[], pd.DataFrame]) -> Table:
+    """The table that a function makes, with the time that it takes."""
+    began = time.monotonic()
+    frame = make()
+    return Table(frame.to_dict("records"), time.monotonic() - began, jax.devices()[0].device_kind)
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def save(path: Path, cell: Cell | Table) -> None:
+    plain = cell._asdict()
+    if isinstance(cell, Cell):
+        plain |= {
             "round": cell.round.tolist(),
             "metrics": {name: values.tolist() for name, values in cell.metrics.items()},
             "diverged": cell.diverged.tolist(),
         }
-        replace_file(path, json.dumps(plain).encode())
-    return load(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(plain).encode())
 
 
-@dataclasses.dataclass(frozen=True)
-class Trainings(abc.ABC):
-    """The cells of an experiment, by name; each can be trained alone."""
-
-    folder: Path
-    plan: Any  # how much is done
-    progress: bool | None = None
-
-    @abc.abstractmethod
-    def names(self) -> list[str]:
-        """All cells, in an order in which each finds what it needs."""
-
-    @abc.abstractmethod
-    def _train(self, name: str) -> Cell:
-        """The cell of this name, anew."""
-
-    def path(self, name: str) -> Path:
-        return self.folder / "cells" / f"{name.replace(':', '-')}.json"  # no colon: not all file systems have it
-
-    def cell(self, name: str) -> Cell:
-        return kept(self.path(name), functools.partial(self._train, name))
-
-    def train_all(self) -> None:
-        for name in self.names():
-            self.cell(name)
-
-
-def load(path: Path) -> Cell:
+def load(path: Path) -> Cell | Table:
     plain = json.loads(path.read_text(encoding="utf-8"))
+    if "rows" in plain:
+        return Table(**plain)
     metrics = {name: np.array(values, float) for name, values in plain["metrics"].items()}
     arrays = {"round": np.array(plain["round"]), "metrics": metrics, "diverged": np.array(plain["diverged"])}
     return Cell(**(plain | arrays))

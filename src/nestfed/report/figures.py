@@ -3,24 +3,26 @@
 import contextlib
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from nestfed.core.settings import UserError
 from nestfed.report import statistics
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record
-from nestfed.report.style import Look, file_name, looks, title_of
+from nestfed.report.style import GROUP_COLOURS, Look, file_name, looks, title_of
 
-INK, MUTED, LINE = "#1D2329", "#5C6670", "#E3E6E9"
+INK, MUTED, FAINT, LINE = "#1D2329", "#5C6670", "#8C959F", "#E3E6E9"
 AXES = {
     "round": "communication rounds",
     "bytes": "bytes sent and received, all clients",
@@ -242,12 +244,106 @@ def chart(record: Record) -> Figure:
     return figure
 
 
-def holdings(record: Record) -> Figure:
-    """Who holds what, of the first seed."""
-    from nestfed.data import draw_holdings  # heavy, and not needed by readers of one figure
+def draw_holdings(holdings: pd.DataFrame) -> Figure:
+    """Who holds what: rows per client and group, and each client's share of positive labels if there are labels.
 
-    first = record.holdings["seed"].iloc[0]
-    return draw_holdings(statistics.rows(record.holdings, seed=first).drop(columns="seed"))
+    Up to 30 clients as stacked bars, more as a map of the share of each group. Of several seeds the first is drawn.
+    """
+    if "seed" in holdings:
+        holdings = holdings.query(f"seed == {holdings['seed'].iloc[0]}")
+    clients, groups = list(dict.fromkeys(holdings["client"])), list(dict.fromkeys(holdings["group"]))
+    table = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0)
+    rows = table.reindex(index=clients, columns=groups).to_numpy(float)
+    rates = []  # of positive labels: one panel, or none
+    if "label" in holdings:
+        positives = holdings.assign(positive=holdings["rows"] * holdings["label"])
+        table = positives.pivot_table(index="client", values="positive", aggfunc="sum")
+        rates = [table.loc[clients, "positive"].to_numpy(float) / rows.sum(1)]
+    draw = _holding_bars if len(clients) <= 30 else _holding_map
+    return draw(rows, rates, clients, groups)
+
+
+def _holding_bars(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
+    """Left: stacked bars of rows by group. Right: the share of positive labels, with that of all rows as a line."""
+    titles = [f"{_shortened(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
+    titles_per_line = int(105 // (max(map(len, titles)) + 5))  # as many letters as a line has
+    height = 1.2 + 0.42 * len(clients) + 0.23 * -(-len(titles) // titles_per_line)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    panels = figure.subplots(1, 1 + len(rates), sharey=True, width_ratios=[4] + len(rates) * [1], squeeze=False)
+    bars, *more = panels[0]
+    place, left = np.arange(len(clients)), np.zeros(len(clients))
+    colours = (
+        GROUP_COLOURS if len(groups) <= len(GROUP_COLOURS) else colormaps["turbo"](np.linspace(0.05, 0.95, len(groups)))
+    )
+    for i in range(len(groups)):
+        bars.barh(place, rows[:, i], left=left, height=0.68, color=colours[i], edgecolor="white", linewidth=0.3)
+        left += rows[:, i]
+    total = rows.sum(1)
+    for y, number in zip(place, total, strict=True):
+        bars.annotate(f"{number:,.0f}", (number, y), (4, 0), textcoords="offset points", va="center", color=FAINT)
+    bars.set_xlim(0, total.max() * 1.12)
+    bars.set_yticks(place, [_shortened(client) for client in clients])
+    bars.invert_yaxis()
+    bars.set_xlabel("rows")
+    bars.xaxis.set_major_formatter("{x:,.0f}")
+    for shares, rate in zip(more, rates, strict=True):
+        overall = float((rate * total).sum() / total.sum())
+        shares.axvline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+        shares.hlines(place, 0, 100 * rate, color="#d0d7de", linewidth=2)
+        shares.plot(100 * rate, place, "o", color=INK, markersize=7)
+        for y, value in zip(place, rate, strict=True):
+            shares.annotate(f"{100 * value:.1f}", (100 * value, y), (8, 0), textcoords="offset points", va="center")
+        shares.set_xlim(0, max(1.0, 145 * rate.max()))
+        shares.set_xlabel("positive labels, %\n(dashed: all rows)")
+    for axes in (bars, *more):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(left=False, colors=INK)
+        axes.grid(axis="x", color="#eaeef2")
+        axes.set_axisbelow(True)
+    handles = [Patch(color=colours[i]) for i in range(len(groups))]
+    figure.legend(handles, titles, loc="outside upper left", ncols=titles_per_line, frameon=False, handlelength=1)
+    return figure
+
+
+def _holding_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
+    """One column per client: its rows, its share of positive labels, and how its rows are divided among the groups."""
+    figure = Figure(figsize=(10, 3.4 + 0.32 * len(groups)), layout="constrained")
+    heights = [1.1, *(0.9 for _ in rates), 0.32 * len(groups) + 0.4]
+    bars, *more, cells = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    place, total = np.arange(len(clients)), rows.sum(1)
+    bars.bar(place, total, width=0.9, color=GROUP_COLOURS[0])
+    bars.set_ylabel("rows")
+    bars.yaxis.set_major_formatter("{x:,.0f}")
+    for shares, rate in zip(more, rates, strict=True):
+        overall = float((rate * total).sum() / total.sum())
+        shares.axhline(100 * overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+        shares.plot(place, 100 * rate, "o", color=INK, markersize=3)
+        shares.set_ylabel("positive, %")
+        shares.set_ylim(bottom=0)
+    for axes in (bars, *more):
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(bottom=False, colors=INK)
+        axes.grid(axis="y", color="#eaeef2")
+        axes.set_axisbelow(True)
+    # Relative to the group's share of all rows: otherwise a small group is pale everywhere and shows nothing.
+    expected = np.outer(total, rows.sum(0)) / rows.sum()
+    with np.errstate(divide="ignore"):
+        ratio = np.log2(rows / expected)
+    image = cells.imshow(ratio.T.clip(-3, 3), aspect="auto", cmap="PuOr", vmin=-3, vmax=3, interpolation="nearest")
+    names = [f"{_shortened(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
+    cells.set_yticks(range(len(groups)), names)
+    cells.set_xlabel(f"{len(clients)} clients")
+    cells.set_xticks([])
+    cells.spines[:].set_visible(False)
+    cells.tick_params(left=False, colors=INK)
+    bar = figure.colorbar(image, ax=cells, ticks=[-3, 0, 3], pad=0.01, aspect=10)
+    bar.ax.set_yticklabels(["⅛ or less", "even share", "8 × or more"])
+    bar.outline.set_visible(False)
+    return figure
+
+
+def _shortened(name: str) -> str:
+    return _plain(name if len(name) <= 28 else name[:27] + "…")
 
 
 def write_all(record: Record, folder: Path) -> list[Path]:
@@ -270,7 +366,7 @@ def write_all(record: Record, folder: Path) -> list[Path]:
     if record.chart is not None:
         made[record.chart.name] = chart(record)
     if len(record.holdings):
-        made["holdings"] = holdings(record)
+        made["holdings"] = draw_holdings(record.holdings)
     return [path for stem, figure in made.items() for path in write(figure, folder, stem)]
 
 

@@ -16,12 +16,11 @@ import pandas as pd
 import tomli_w
 from markupsafe import Markup
 
-from nestfed.data.partition import GROUP_COLOURS
 from nestfed.report import statistics, tables
 from nestfed.report.figures import AXES, looks_of, metric_title
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record
-from nestfed.report.style import duration, numbers, spread, title_of
+from nestfed.report.style import GROUP_COLOURS, duration, numbers, spread, title_of
 
 POINTS = 400  # of a line, at most
 NUMBERS = 60_000  # of all lines, at most: a page stays below a megabyte

@@ -9,6 +9,8 @@ from typing import NamedTuple
 # baseline is grey: what it is compared with stands out.
 BASELINE = "#7A828C"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
+# Of groups of people. Paul Tol's light colours: told apart with any kind of colour vision, and not those of methods.
+GROUP_COLOURS = ("#77AADD", "#EE8866", "#44BB99", "#EEDD88", "#FFAABB", "#99DDFF", "#BBCC33", "#AAAA00", "#C5CAD0")
 DASHES = ((), (7, 3), (2, 2), (9, 3, 2, 3))
 MARKERS = "oD^vP*X<>"  # the baseline has the square
 

@@ -1,6 +1,7 @@
 """The tables of a report, as CSV (full precision), Markdown and LaTeX (as people read them)."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,7 @@ from nestfed.report import statistics
 from nestfed.report.record import Record
 from nestfed.report.style import amount, file_name, number, numbers, spread, title_of
 
-NAMES = (  # columns of words
-    "method", "stage", "part", "metric", "group", "client", "split", "slice", "kind", "data", "dealing", "setting",
-    "reading", "chosen", "tried", "claim", "compared", "case",
-)  # fmt: skip
+NAMES = ("method", "stage", "part", "metric", "group", "client", "split", "slice", "kind")  # columns of words
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|&!~$])")
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -22,30 +20,33 @@ _LATEX = {
 }  # fmt: skip
 
 
-def write(frame: pd.DataFrame, folder: Path, stem: str, *, shown: pd.DataFrame | None = None) -> list[Path]:
-    """Write stem.csv of `frame`, and stem.md and stem.tex of `shown` (of `frame` where none is given)."""
+def write(
+    frame: pd.DataFrame, folder: Path, stem: str, *, shown: pd.DataFrame | None = None, names: Collection[str] = ()
+) -> list[Path]:
+    """Write stem.csv of `frame`, and stem.md and stem.tex of `shown` (of `frame` where none is given); `names` are
+    further columns of words."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = frame if shown is None else shown
-    contents = {"csv": frame.to_csv(index=False), "md": markdown(shown), "tex": latex(shown)}
+    contents = {"csv": frame.to_csv(index=False), "md": markdown(shown, names=names), "tex": latex(shown, names=names)}
     for suffix, content in contents.items():
         (folder / f"{stem}.{suffix}").write_text(content, encoding="utf-8", newline="\n")
     return [folder / f"{stem}.{suffix}" for suffix in contents]
 
 
-def markdown(frame: pd.DataFrame) -> str:
+def markdown(frame: pd.DataFrame, *, names: Collection[str] = ()) -> str:
     escape = lambda value: _MARKDOWN.sub(r"\\\1", _text(value))
     line = lambda cells: f"| {' | '.join(cells)} |"
-    rule = ["---:" if right else "---" for right in _right(frame)]
+    rule = ["---:" if right else "---" for right in _right(frame, names)]
     rows = [[escape(value) for value in row] for row in frame.itertuples(index=False)]
     return "\n".join([line(map(escape, frame.columns)), line(rule), *map(line, rows)]) + "\n"
 
 
-def latex(frame: pd.DataFrame) -> str:
+def latex(frame: pd.DataFrame, *, names: Collection[str] = ()) -> str:
     r"""A tabular with the rules of booktabs (\usepackage{booktabs})."""
     escape = lambda value: "".join(_LATEX.get(character, character) for character in _text(value))
     line = lambda cells: " & ".join(cells) + r" \\"
     rows = [line(map(escape, row)) for row in frame.itertuples(index=False)]
-    columns = "".join("r" if right else "l" for right in _right(frame))
+    columns = "".join("r" if right else "l" for right in _right(frame, names))
     return "\n".join(
         [
             rf"\begin{{tabular}}{{{columns}}}", r"\toprule", line(map(escape, frame.columns)), r"\midrule", *rows,
@@ -58,9 +59,9 @@ def _text(value: Any) -> str:
     return " ".join((number(value) if isinstance(value, float) else str(value)).split())
 
 
-def _right(frame: pd.DataFrame) -> list[bool]:
-    """Numbers are aligned to the right, whether they are formatted already or not: all but the columns of names."""
-    return [str(column) not in NAMES for column in frame.columns]
+def _right(frame: pd.DataFrame, names: Collection[str]) -> list[bool]:
+    """Numbers are aligned to the right, whether they are formatted already or not: all but the columns of words."""
+    return [str(column) not in {*NAMES, *names} for column in frame.columns]
 
 
 # ------------------------------------------------------------------------------------------------- the tables

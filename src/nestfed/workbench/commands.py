@@ -24,7 +24,7 @@ from nestfed.core.settings import UserError
 from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
-from nestfed.report.studies import sweep_figure
+from nestfed.report.search import sweep_figure
 from nestfed.verbs.cost import measure
 from nestfed.verbs.simulation import start
 from nestfed.workbench.fields import options_of, read_settings

@@ -113,7 +113,7 @@ class TabularOptions(OptionSet):
         usual=lambda task: f"{task.usual_partition}, or by the column of the clients",
     )  # fmt: skip
     features: str = option(
-        "how columns become inputs: standard, minimax-fair, minimax-fair-raw, minimax-fair-slip", panel=DATA,
+        "how columns become inputs: standard, minimax-fair, minimax-fair-raw", panel=DATA,
         default="standard",
     )  # fmt: skip
     keep_group: bool = option("the group column is a feature too", panel=DATA, default=False)

@@ -1,4 +1,4 @@
-"""Images of two kinds, the rare one first: binary labels from classes, scores of a network, exact average precision.
+"""Images of two kinds: scores of a network, exact average precision.
 
 Clients hold training images; validation and test images are nobody's and lie with the task.
 """
@@ -10,41 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from nestfed.core.rows import Rows
 from nestfed.core.settings import static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.data.images import FederatedImages, Images, deal_images, normalise
-from nestfed.experiments.dro_images.task import in_blocks
+from nestfed.data.images import FederatedImages, normalise
+from nestfed.experiments.image_tasks import in_blocks
 from nestfed.models import ImageModel
 from nestfed.problems.ranking import AreaUnderRoc, ranked
 from nestfed.problems.robust import MeanLoss
-
-
-def rare_second_half(images: Images, keep: float) -> Images:
-    """Classes of the first half become negatives, the others positives, of which the first `keep` of each class's
-    training images remain; test images all stay."""
-    half = len(images.class_names) // 2
-    kept = images.train_labels < half
-    for label in range(half, len(images.class_names)):
-        places = np.flatnonzero(images.train_labels == label)
-        kept[places[: round(keep * len(places))]] = True
-    binary = lambda labels: (labels >= half).astype(np.int32)
-    return Images(
-        images.train_images[kept], binary(images.train_labels[kept]), images.test_images, binary(images.test_labels),
-        ("negative", "positive"),
-    )  # fmt: skip
-
-
-def deal_ranked(images: Images, *, clients: int, validation: float, seed: int) -> FederatedImages:
-    """Dealt at random; every client's rows negatives first, as `AveragePrecision` wants them."""
-    dealt = deal_images(images, clients=clients, validation=validation, seed=seed)
-    rows = dealt.rows
-    client, label = np.repeat(np.arange(rows.clients), rows.sizes), rows.columns["label"]
-    order = np.lexsort((label, client))
-    columns = {name: column[order] for name, column in rows.columns.items()}
-    positives = np.bincount(client[label == 1], minlength=rows.clients).astype(np.int32)
-    return dataclasses.replace(dealt, rows=Rows.from_table(columns, client, constants={"positives": positives}))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Adult with noisy protected groups: whoever trains knows each row's group only through a proxy that is often wrong.
 
 Prepared as for "Robust optimization for fairness with noisy protected groups" (Wang et al. 2020): the training and the
-test file together, the recipe "bucketed", three groups. The columns of the groups white, black and other are no
+test file together, numbers cut into buckets, three groups. The columns of the groups white, black and other are no
 features, but the detailed races within other are. The proxy is a feature, too: `with_proxies` appends it, so that it
 can be drawn anew at any time.
 """
 
 import dataclasses
+import itertools
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +17,91 @@ import pandas as pd
 
 from nestfed.core.randomness import fold, priorities
 from nestfed.core.settings import UserError
-from nestfed.core.types import Array
+from nestfed.core.types import AnyArray, Array, ArrayLike
 from nestfed.data import partition as rules
-from nestfed.data.features import Encoder
+from nestfed.data.features import Category, Encoder, read_numbers
 from nestfed.data.partition import TEST, TRAIN, VALIDATION
 from nestfed.data.sources import load
+from nestfed.data.table import Column, columns_of, is_number
 
 GROUPS = ("white", "black", "other")
 _VALIDATION_STREAM = 5  # of the seed, beside those of the partition and of federated tables
+
+
+EDGES = {  # where Adult's numbers are cut; the published outermost edges (-1 and 100000, ...) enclose all values
+    "capital-gain": (1, 4000, 10000),
+    "capital-loss": (1, 1800, 1950),
+    "hours-per-week": (39, 41, 50),
+    "education-num": (8, 9, 11),
+}
+
+
+# ------------------------------------------------------------------------------------------------- features
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """One 0/1 column per bucket; an edge belongs to the bucket below it, missing values to none."""
+
+    name: str
+    edges: tuple[float, ...]  # between the buckets
+    mark_missing: bool
+
+    @property
+    def numeric(self) -> bool:
+        return True
+
+    @classmethod
+    def fit(cls, values: Column, rows: np.ndarray) -> Self:
+        numbers = read_numbers(values, coded=False)
+        missing = np.isnan(numbers)
+        known = numbers[rows & ~missing]
+        quartiles = np.quantile(known, (0.25, 0.5, 0.75)) if known.size else ()
+        edges = np.unique(np.asarray(EDGES.get(str(values.name), quartiles), float)).tolist()
+        # Of a column of one value no edge is left, and so no bucket.
+        two_sided = lambda edge: (numbers <= edge).any() and (numbers > edge).any()
+        return cls(str(values.name), tuple(filter(two_sided, edges)), bool(missing.any()))
+
+    @property
+    def names(self) -> list[str]:
+        ends = [f"{edge:g}" for edge in self.edges]
+        middle = [f"{self.name} {low} to {high}" for low, high in itertools.pairwise(ends)]
+        buckets = [f"{self.name} up to {ends[0]}", *middle, f"{self.name} above {ends[-1]}"] if ends else []
+        return buckets + [f"{self.name} missing"] * self.mark_missing
+
+    def encode(self, values: Column) -> list[np.ndarray]:
+        numbers = read_numbers(values, coded=False)
+        missing = np.isnan(numbers)
+        bucket = np.where(missing, -1, np.searchsorted(self.edges, numbers, side="left"))
+        buckets = [bucket == i for i in range(len(self.edges) + 1)] if self.edges else []
+        return buckets + [missing] * self.mark_missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels(Category):
+    """One 0/1 column per level, also where there are only two."""
+
+    @property
+    def first(self) -> int:
+        return 1 if len(self.levels) <= 1 else 0
+
+
+class BucketEncoder(Encoder):
+    """Numbers cut into buckets, Adult's columns at the published edges, others (its age) at their quartiles; buckets
+    and categories one-hot with a column for every one of them. (The published code leaves the youngest out of all
+    buckets; here they are in the first.)"""
+
+    kinds = {"levels": Levels, "edges": Buckets}
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame, rows: np.ndarray | None = None) -> Self:
+        """Learn the columns of a table; quartiles are those of these rows (of all if None)."""
+        rows = np.ones(len(frame), bool) if rows is None else rows
+        fit = lambda values: Buckets.fit(values, rows) if is_number(values) else Levels.fit(values)
+        return cls("bucketed", tuple(fit(values) for _, values in columns_of(frame)))
+
+
+# ------------------------------------------------------------------------------------------------- rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +145,7 @@ def adult_noisy_groups(
     client, client_names = rules.assign("iid", labels=label, groups=group, clients=clients, seed=seed, strata=part)
 
     frame = table.frame.reindex(columns=table.features(without=("fnlwgt",)))
-    encoder = Encoder.fit(frame, "bucketed", rows=part == TRAIN)
+    encoder = BucketEncoder.of(frame, part == TRAIN)
     kept = [name not in ("race=White", "race=Black") for name in encoder.names]
     return NoisyGroups(
         inputs=encoder.transform(frame)[:, kept],
@@ -86,7 +165,13 @@ def _check_fraction(name: str, value: float) -> None:
 
 
 def proxy_groups(
-    true_group: Array, noise: float, seed: Array, *, epoch: Array = 0, row: Array | None = None, groups: int = 3
+    true_group: AnyArray,
+    noise: float,
+    seed: ArrayLike,
+    *,
+    epoch: ArrayLike = 0,
+    row: AnyArray | None = None,
+    groups: int = 3,
 ) -> Array:
     """A proxy of each row's group, int32: with probability `noise` one of the other groups, all equally likely.
 
@@ -104,6 +189,6 @@ def proxy_groups(
     return (true_group.astype("int32") + moves) % groups
 
 
-def with_proxies(inputs: Array, proxy: Array, groups: int = 3) -> Array:
+def with_proxies(inputs: AnyArray, proxy: AnyArray, groups: int = 3) -> Array:
     """Inputs [rows, features] with a 0/1 column for each proxy group appended."""
     return jnp.concatenate([inputs, jax.nn.one_hot(proxy, groups, dtype=inputs.dtype)], axis=-1)

@@ -10,29 +10,18 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
-import platform
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
-import tomli_w
 
 from nestfed.algorithms import make
-from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.data import load
-from nestfed.experiments.cells import Cell, kept, train
-from nestfed.experiments.dro_fairness.data import GROUPS, NoisyGroups, adult_noisy_groups
+from nestfed.experiments import frame
+from nestfed.experiments.cells import Cell, train
+from nestfed.experiments.dro_fairness.data import NoisyGroups, adult_noisy_groups
 from nestfed.experiments.dro_fairness.task import noisy_groups_task
-from nestfed.experiments.verdicts import Claim, all_above, all_below, at_level, claims_table, markdown_claims
-from nestfed.report import figures, studies, tables
-from nestfed.report.statistics import Paired, paired
-from nestfed.report.style import file_name, number, spread
-from nestfed.workbench.results import versions
 
 TITLES = {"feddro": "FedDRO", "ds-feddro": "DS-FedDRO", "gcivr": "GCIVR", "unconstrained": "Unconstrained"}
 PROPOSED = ("feddro", "ds-feddro")
@@ -42,11 +31,6 @@ EPOCH = 10  # steps of GCIVR between its large batches of as many small ones; ea
 READINGS: dict[str, dict[str, Any]] = {
     "rows": {}, "positives": {"reference": "positives"}, "scalar": {"form": "scalar"},
 }  # fmt: skip
-SHOWN = {
-    "train_accuracy": "train accuracy", "test_accuracy": "test accuracy", "train_violation": "train violation",
-    "test_violation": "test violation",
-}  # fmt: skip
-COMPARABLE = 0.01  # violations that differ by less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +65,6 @@ QUICK = Plan(
 )  # fmt: skip
 
 
-def run(folder: Path, command: str, *, quick: bool = False, progress: bool | None = None) -> Path:
-    """The whole experiment; returns the path of its page."""
-    experiment = Experiment(folder, QUICK if quick else Plan(), progress)
-    for training in experiment.trainings:
-        experiment.cell(training)
-        if training in experiment.drawn_finely:
-            experiment.curve(training)
-    return write_page(experiment, command)
-
-
 # ------------------------------------------------------------------------------------------------- trainings
 
 
@@ -106,6 +80,11 @@ class Training:
     @property
     def name(self) -> str:
         return f"{self.method}-{self.reading}-{self.local_steps}-steps-{self.clients}-clients"
+
+    @property
+    def curve(self) -> str:
+        """The name of the cell with the chosen setting once more, evaluated more often."""
+        return f"{self.name}-curve"
 
     @property
     def title(self) -> str:
@@ -127,17 +106,16 @@ class Training:
         return "validation_loss" if self.method == "unconstrained" else "validation_objective"
 
 
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """The trainings and what came out of them; an occasion to judge one is "rounds" or "steps" (see `Plan`)."""
+class Trainings(frame.Trainings[Plan]):
+    """A cell for every training, and one for its curve where that is drawn finely. An occasion to judge a training is
+    "rounds" or "steps" (see `Plan`)."""
 
-    folder: Path
-    plan: Plan
-    progress: bool | None = None
-    known: dict[str, Cell] = dataclasses.field(default_factory=dict)  # by the names of their files
+    def names(self) -> list[str]:
+        fine = set(self.drawn_finely)
+        return [name for one in self.all_trainings for name in ((one.name, one.curve) if one in fine else (one.name,))]
 
     @functools.cached_property
-    def trainings(self) -> list[Training]:
+    def all_trainings(self) -> list[Training]:
         return list(dict.fromkeys([*self.compared, *self.local_steps, *self.few_clients]))
 
     @functools.cached_property
@@ -171,55 +149,43 @@ class Experiment:
     def occasion(self, after: str) -> str:
         return f"{self.plan.rounds} rounds" if after == "rounds" else f"{self.plan.steps} steps"
 
-    def cell(self, training: Training) -> Cell:
-        """All settings, on the occasions to judge them."""
-        last = [self._last(training, after) for after in self.occasions(training)]
-        return self._kept(training, training.name, lambda: self._grid(training), last, math.gcd(*last))
+    def train(self, name: str) -> Cell:
+        training = next(training for training in self.all_trainings if name in (training.name, training.curve))
+        if name == training.curve:
+            grid = [self.cell(training.name).settings[self.preferred(training, "rounds")]]
+            last, every = self._last(training, "rounds"), self.plan.evaluate_every // training.rounds_per_round
+        else:
+            grid, occasions = self._grid(training), [self._last(training, after) for after in self.occasions(training)]
+            last, every = max(occasions), math.gcd(*occasions)
+        return train(
+            [(words, _algorithm(training, words)) for words in grid],
+            self._tasks(training),
+            range(self.plan.seeds),
+            rounds=last,
+            evaluate_every=every,
+            progress=self.progress,
+            title=training.title,
+        )
 
-    def curve(self, training: Training) -> Cell:
-        """The setting chosen for the first occasion once more, evaluated more often."""
-        chosen = lambda: [self.cell(training).settings[self.chosen(training, "rounds")]]
-        every = self.plan.evaluate_every // training.rounds_per_round
-        return self._kept(training, f"{training.name}-curve", chosen, [self._last(training, "rounds")], every)
-
-    def _kept(
-        self, training: Training, name: str, grid: Callable[[], list[dict[str, float]]], last: list[int], every: int
-    ) -> Cell:
-        def make_cell() -> Cell:
-            settings = [(words, _algorithm(training, words)) for words in grid()]
-            return train(
-                settings, self._tasks(training), range(self.plan.seeds), rounds=max(last), evaluate_every=every,
-                progress=self.progress, title=training.title,
-            )  # fmt: skip
-
-        if name not in self.known:
-            self.known[name] = kept(self.folder / "cells" / f"{name}.json", make_cell)
-        return self.known[name]
-
-    def chosen(self, training: Training, after: str, rates: Sequence[float] | None = None) -> int:
+    def preferred(self, training: Training, after: str, rates: Sequence[float] | None = None) -> int:
         """The setting that validation rows prefer on this occasion, perhaps among some step sizes only."""
-        cell, place = self.cell(training), self._place(training, after)
-        score = cell.metrics[training.chosen_by][:, :, place].mean(1)
-        diverged = ((cell.diverged >= 0) & (cell.diverged <= cell.round[place])).any(1)
-        allowed = np.array([rates is None or words["lr"] in rates for words in cell.settings])
-        usable = allowed & np.isfinite(score) & ~diverged
-        if not usable.any():
-            raise UserError(f"{training.title}: every setting diverged; the grid needs smaller step sizes.")
-        return int(np.where(usable, score, np.inf).argmin())
+        tried = self.cell(training.name).settings
+        among = [i for i, words in enumerate(tried) if rates is None or words["lr"] in rates]
+        at = self._place(training, after)
+        return self.best(training.name, training.chosen_by, smallest=True, at=at, among=among)
 
-    def result(self, training: Training, after: str, setting: int | None = None) -> Any:
-        """The metrics of a setting on this occasion: a DataFrame by seed."""
-        cell, place = self.cell(training), self._place(training, after)
-        setting = self.chosen(training, after) if setting is None else setting
+    def measured(self, training: Training, after: str, setting: int | None = None) -> Any:
+        """The metrics of a setting, the preferred one if none is named, on this occasion: a DataFrame by seed."""
+        cell, place = self.cell(training.name), self._place(training, after)
+        setting = self.preferred(training, after) if setting is None else setting
         values = {metric: column[setting, :, place] for metric, column in cell.metrics.items()}
         return pd.DataFrame(values, index=pd.Index(cell.seeds, name="seed"))
 
     def history(self, training: Training, after: str) -> Any:
         """The curves of the chosen setting up to this occasion, against the rounds that the paper counts; the start,
         which is random, is left out."""
-        fine = after == "rounds"
-        cell, setting = (self.curve(training), 0) if fine else (self.cell(training), self.chosen(training, after))
-        history: Any = cell.history(training.method, training.steps_per_round, setting)
+        name, setting = (training.curve, 0) if after == "rounds" else (training.name, self.preferred(training, after))
+        history: Any = self.cell(name).history(training.method, training.steps_per_round, setting)
         history = history[(history["round"] > 0) & (history["round"] <= self._last(training, after))]
         return history.assign(round=history["round"] * training.rounds_per_round)
 
@@ -230,7 +196,7 @@ class Experiment:
         return self.plan.steps // training.steps_per_round
 
     def _place(self, training: Training, after: str) -> int:
-        return int(np.flatnonzero(self.cell(training).round == self._last(training, after))[0])
+        return int(np.flatnonzero(self.cell(training.name).round == self._last(training, after))[0])
 
     def _grid(self, training: Training) -> list[dict[str, float]]:
         plan = self.plan
@@ -242,7 +208,7 @@ class Experiment:
         search = Training(training.method, plan.clients, plan.chosen_with)
         if training == search:
             return [{"lr": lr, "beta": beta} for lr, beta in itertools.product(rates, plan.betas)]
-        beta = self.cell(search).settings[self.chosen(search, "steps")]["beta"]
+        beta = self.cell(search.name).settings[self.preferred(search, "steps")]["beta"]
         return [{"lr": lr, "beta": beta} for lr in rates]
 
     def _tasks(self, training: Training) -> list[Task]:
@@ -292,312 +258,3 @@ def _seated(task: Task, seats: int) -> Task:
         largest=int(rows.sizes.sum()),
     )  # fmt: skip
     return dataclasses.replace(task, data=data, weights=more(task.weights, 0.0))
-
-
-# ------------------------------------------------------------------------------------------------- results
-
-
-def seeds_table(experiment: Experiment) -> pd.DataFrame:
-    """One row per training, occasion and seed: all metrics of the chosen setting."""
-    rows = []
-    for training in experiment.trainings:
-        for after in experiment.occasions(training):
-            words = experiment.cell(training).settings[experiment.chosen(training, after)]
-            about = _about(experiment, training, after) | {"lr": words["lr"], "beta": words.get("beta", np.nan)}
-            result = experiment.result(training, after).reset_index()
-            rows.append(result.assign(**about)[[*about, *result.columns]])
-    return pd.concat(rows, ignore_index=True)
-
-
-def _about(experiment: Experiment, training: Training, after: str) -> dict[str, Any]:
-    return {
-        "reading": training.reading, "method": TITLES[training.method], "local steps": training.local_steps,
-        "clients": training.clients, "after": experiment.occasion(after),
-    }  # fmt: skip
-
-
-KEYS = ["reading", "method", "local steps", "clients", "after"]
-
-
-def final_table(seeds: pd.DataFrame) -> pd.DataFrame:
-    """Means and standard deviations over seeds of the metrics shown, in the order of the trainings."""
-    grouped = seeds.groupby(KEYS, sort=False, dropna=False)
-    columns: dict[str, Any] = {"lr": grouped["lr"].first(), "beta": grouped["beta"].first()}
-    metrics = SHOWN | {
-        "train_proxy_violation": "train violation by proxy", "test_proxy_violation": "test violation by proxy",
-        "train_objective": "train objective", "validation_objective": "validation objective",
-    }  # fmt: skip
-    metrics |= {name: name.replace("_", " ") for name in seeds.columns if name.startswith(("train_tpr", "test_tpr"))}
-    for metric, title in metrics.items():
-        columns |= {title: grouped[metric].mean(), f"{title}, std": grouped[metric].std(ddof=0)}
-    return pd.DataFrame(columns | {"seeds": grouped.size()}).reset_index()
-
-
-def rows_of(final: Any, experiment: Experiment, trainings: Sequence[Training], *after: str) -> Any:
-    """The rows of the final table about these trainings on these occasions."""
-    wanted = {tuple(_about(experiment, t, occasion).values()) for t in trainings for occasion in after}
-    return final[[key in wanted for key in final[KEYS].itertuples(index=False, name=None)]]
-
-
-def shown_table(final: Any, keys: Sequence[str], metrics: Sequence[str]) -> str:
-    """Rows of the final table as Markdown: mean ± standard deviation."""
-    shown = final[list(keys)].map(lambda value: f"{value:g}" if isinstance(value, float) else value)
-    for metric in metrics:
-        moments = zip(final[metric], final[f"{metric}, std"], final["seeds"], strict=True)
-        shown[metric] = [spread(mean, std, n) for mean, std, n in moments]
-    return tables.markdown(shown)
-
-
-def choice_table(experiment: Experiment) -> pd.DataFrame:
-    """What was chosen for every training and occasion, and how the best of the paper's step sizes compares."""
-    rows = []
-    for training in experiment.trainings:
-        cell = experiment.cell(training)
-        rates = sorted({words["lr"] for words in cell.settings})
-        for after in experiment.occasions(training):
-            score = lambda setting: experiment.result(training, after, setting)[training.chosen_by].mean()
-            best = experiment.chosen(training, after)
-            published = experiment.chosen(training, after, experiment.plan.paper_rates)
-            words = cell.settings[best]
-            rows.append(
-                _about(experiment, training, after)
-                | {
-                    "chosen": ", ".join(f"{key} = {value:g}" for key, value in words.items()),
-                    "at the edge": "yes" if words["lr"] in (rates[0], rates[-1]) else "",
-                    "score": score(best), "best of the paper's": f"{cell.settings[published]['lr']:g}",
-                    "its score": score(published), "settings tried": len(cell.settings),
-                    "of them diverged": int((cell.diverged >= 0).any(1).sum()),
-                }
-            )  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def cost_table(experiment: Experiment) -> pd.DataFrame:
-    """What a client sends in a round of the paper's count, at one step per round and at the most."""
-    rows = []
-    several = [t for t in experiment.local_steps if t.local_steps == max(experiment.plan.local_steps)]
-    for training in experiment.drawn_finely + several:
-        cost, rounds = experiment.cell(training).cost, training.rounds_per_round
-        rows.append(
-            {
-                "method": TITLES[training.method], "local steps": training.local_steps,
-                "exchanges": cost["exchanges"] / rounds, "bytes up": cost["bytes_up"] / rounds,
-                "bytes down": cost["bytes_down"] / rounds,
-            }
-        )  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def paper_rates_table(experiment: Experiment) -> pd.DataFrame:
-    """The methods after the paper's rounds, if only the paper's step sizes are allowed."""
-    rows = []
-    for training in experiment.compared:
-        setting = experiment.chosen(training, "rounds", experiment.plan.paper_rates)
-        result = experiment.result(training, "rounds", setting)
-        lr = experiment.cell(training).settings[setting]["lr"]
-        row: dict[str, Any] = {"reading": training.reading, "method": TITLES[training.method], "lr": f"{lr:g}"}
-        for metric, title in SHOWN.items():
-            row[title] = spread(result[metric].mean(), result[metric].std(ddof=0), len(result))
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-# ------------------------------------------------------------------------------------------------- claims
-
-
-def check_claims(experiment: Experiment) -> list[Claim]:
-    """What the paper says; the claims on methods once more with positives as the reference."""
-    claims = _method_claims(experiment, "rows", "") + _local_steps_claims(experiment) + _clients_claims(experiment)
-    return claims + (_method_claims(experiment, "positives", "b") if "positives" in experiment.plan.readings else [])
-
-
-def _minus(experiment: Experiment, one: Training, other: Training, metric: str, after: str) -> Paired:
-    return paired(experiment.result(one, after)[metric], experiment.result(other, after)[metric])
-
-
-def _method_claims(experiment: Experiment, reading: str, mark: str) -> list[Claim]:
-    clients = experiment.plan.clients
-    theirs = {
-        "gcivr": Training("gcivr", clients, reading=reading), "unconstrained": Training("unconstrained", clients),
-    }  # fmt: skip
-
-    def against(baseline: str, measure: str) -> dict[str, Paired]:
-        return {
-            f"{TITLES[method]}, {part}, {experiment.occasion(after)}": _minus(
-                experiment, Training(method, clients, reading=reading), theirs[baseline], f"{part}_{measure}", after
-            )
-            for method in PROPOSED
-            for part in ("train", "test")
-            for after in ("rounds", "steps")
-        }
-
-    of = "" if not mark else " (positives as the reference)"
-    lower, accurate = against("unconstrained", "violation"), against("unconstrained", "accuracy")
-    comparable = {case: at_level(r, COMPARABLE) for case, r in against("gcivr", "violation").items()}
-    better = against("gcivr", "accuracy")
-    first, second = (Training(method, clients, reading=reading) for method in PROPOSED)
-    ahead = {
-        experiment.occasion(after): _minus(experiment, first, second, "train_accuracy", after)
-        for after in ("rounds", "steps")
-    }
-    return [
-        Claim(
-            f"1{mark}", f"FedDRO and DS-FedDRO violate the constraints less than unconstrained training{of}.",
-            "maximum violation minus that of unconstrained training", lower, all_below(lower, 0.0),
-        ),
-        Claim(
-            f"2{mark}", f"Their accuracy is above that of unconstrained training{of}.",
-            "accuracy minus that of unconstrained training", accurate, all_above(accurate, 0.0),
-        ),
-        Claim(
-            f"3{mark}", f"Their violations match those of GCIVR, that is, are at most {COMPARABLE:g} larger{of}.",
-            "maximum violation minus GCIVR's", comparable, all_below(comparable, COMPARABLE), level=COMPARABLE,
-        ),
-        Claim(
-            f"4{mark}", f"Their accuracy is above that of GCIVR{of}.", "accuracy minus GCIVR's", better,
-            all_above(better, 0.0),
-        ),
-        Claim(
-            f"5{mark}", f"FedDRO is ahead of DS-FedDRO in training accuracy{of}.",
-            "train accuracy, FedDRO minus DS-FedDRO", ahead, all_above(ahead, 0.0),
-        ),
-    ]  # fmt: skip
-
-
-def _local_steps_claims(experiment: Experiment) -> list[Claim]:
-    plan = experiment.plan
-    most, enough = max(plan.local_steps), plan.saturation
-
-    def compare(many: int, few: int) -> dict[str, Paired]:
-        return {
-            f"{TITLES[method]}, {part}, {many} minus {few}": _minus(
-                experiment, Training(method, plan.clients, many), Training(method, plan.clients, few),
-                f"{part}_accuracy", "rounds",
-            )
-            for method in PROPOSED
-            for part in ("train", "test")
-        }  # fmt: skip
-
-    gain, further = compare(enough, 1), compare(most, enough)
-    gained = sum(result.low > 0 for result in further.values())
-    return [
-        Claim(
-            "6", f"Accuracy after {plan.rounds} rounds gains with local steps.",
-            f"accuracy, {enough} local steps minus 1", gain, all_above(gain, 0.0),
-        ),
-        Claim(
-            "7", f"The gain saturates at about {enough} local steps.",
-            f"accuracy, {most} local steps minus {enough}", further,
-            f"does not hold ({gained} clear gains)" if gained else f"holds (no clear gain in {len(further)} cases)",
-        ),
-    ]  # fmt: skip
-
-
-def _clients_claims(experiment: Experiment) -> list[Claim]:
-    plan = experiment.plan
-    many, few = max(plan.few_clients), min(plan.few_clients)
-
-    def same_step(steps: int, metric: str) -> Paired:
-        """With the settings that the most clients chose."""
-        setting = experiment.chosen(Training("feddro", many, steps), "rounds")
-        one, other = (experiment.result(Training("feddro", n, steps), "rounds", setting)[metric] for n in (many, few))
-        return paired(one, other)
-
-    results = {}
-    for steps, part in itertools.product(plan.few_clients_steps, ("train", "test")):
-        one, other = (Training("feddro", n, steps) for n in (many, few))
-        case = f"{part}, {steps} local step{'s' if steps > 1 else ''}"
-        results[f"{case}, each with its step size"] = _minus(experiment, one, other, f"{part}_accuracy", "rounds")
-        results[f"{case}, one step size"] = same_step(steps, f"{part}_accuracy")
-    return [
-        Claim(
-            "8", "Accuracy rises with the number of clients.",
-            f"FedDRO after {plan.rounds} rounds, accuracy with {many} clients minus {few}", results,
-            all_above(results, 0.0),
-        )
-    ]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------- figures and page
-
-
-def write_figures(experiment: Experiment, final: Any) -> list[str]:
-    """All figures; returns their names."""
-    plan, written = experiment.plan, []
-
-    def write(figure: Any, *words: str) -> None:
-        name = file_name(*words)
-        figures.write(figure, experiment.folder / "figures", name)
-        written.append(name)
-
-    drawn = [("rows", "rounds", "test"), ("rows", "rounds", "train"), ("rows", "steps", "test")]
-    drawn += [("positives", "steps", "test")] if "positives" in plan.readings else []
-    for reading, after, part in drawn:
-        others = [training for training in experiment.compared if training.reading == reading]
-        shown = dict.fromkeys([*others, Training("unconstrained", plan.clients)])
-        history = pd.concat([experiment.history(training, after) for training in shown], ignore_index=True)
-        metrics = {name: title for name, title in SHOWN.items() if name.startswith(part)}
-        about = "communication rounds, one step each; mean and standard deviation over seeds"
-        figure = studies.metric_panels(history, metrics, TITLES, xlabel=about)
-        write(figure, "methods", reading, experiment.occasion(after), part)
-    rows = rows_of(final, experiment, experiment.local_steps, "rounds")
-    metrics = ["train accuracy", "test accuracy", "train objective"]
-    write(studies.lines_over(rows, "local steps", metrics), "local steps", experiment.occasion("rounds"))
-    few = rows_of(final, experiment, experiment.few_clients, "rounds")
-    few = few.assign(method=[f"FedDRO, I = {steps}" for steps in few["local steps"]])
-    write(studies.lines_over(few, "clients", ["train accuracy", "test accuracy"]), "clients")
-    return written
-
-
-def write_page(experiment: Experiment, command: str) -> Path:
-    folder, plan = experiment.folder, experiment.plan
-    seeds, claims = seeds_table(experiment), check_claims(experiment)
-    final, chosen, published = final_table(seeds), choice_table(experiment), paper_rates_table(experiment)
-    written = {
-        "seeds": seeds, "final": final, "chosen": chosen, "paper-rates": published, "cost": cost_table(experiment),
-        "claims": claims_table(claims),
-    }  # fmt: skip
-    (folder / "tables").mkdir(parents=True, exist_ok=True)
-    for name, frame in written.items():
-        frame.to_csv(folder / "tables" / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n")
-    drawn = write_figures(experiment, final)
-    settings = dataclasses.asdict(plan) | {"betas_of_one_step": BETAS, "server_rate": SERVER_RATE, "gcivr_epoch": EPOCH}
-    (folder / "settings.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
-    compared = rows_of(final, experiment, experiment.compared, "rounds", "steps")
-    local_steps = rows_of(final, experiment, experiment.local_steps, "rounds", "steps")
-    local_steps = local_steps.sort_values(["after", "method", "local steps"])
-    few = rows_of(final, experiment, experiment.few_clients, "rounds").sort_values(["local steps", "clients"])
-    at_equal_steps = rows_of(final, experiment, experiment.local_steps, "steps")["train objective"]
-    titles = list(SHOWN.values())
-    tpr = [f"test tpr{'' if group is None else ' ' + group}" for group in (None, *GROUPS)]
-    cells = [experiment.cell(training) for training in experiment.trainings]
-    cells += [experiment.curve(training) for training in experiment.drawn_finely]
-
-    def value(reading: str, method: str, after: str, column: str) -> float:
-        """A number of the final table, one step per round."""
-        training = Training(method, plan.clients, reading=reading)
-        return float(rows_of(final, experiment, [training], after)[column].iloc[0])
-
-    text = jinja2.Template(
-        Path(__file__).with_name("page.md.jinja").read_text(encoding="utf-8"), keep_trailing_newline=True
-    ).render(
-        plan=plan, command=command, epoch=EPOCH, server_rate=SERVER_RATE, betas=BETAS, drawn=drawn, value=value,
-        at_equal_steps=at_equal_steps,
-        number=number, minutes=f"{sum(cell.seconds for cell in cells) / 60:.1f}",
-        machine=f"{platform.machine()}, {os.cpu_count()} cores, {', '.join(sorted({c.machine for c in cells}))}",
-        versions=versions(), always_no=1 - load("adult-all").labels().mean(), claims=markdown_claims(claims),
-        methods=shown_table(compared, ["reading", "after", "method", "lr"], titles),
-        rates=shown_table(
-            compared, ["reading", "after", "method"], [*tpr, "train violation by proxy", "test violation by proxy"]
-        ),
-        local_steps=shown_table(
-            local_steps, ["after", "method", "local steps", "lr", "beta"],
-            [*titles, "train objective"],
-        ),
-        clients=shown_table(few, ["local steps", "clients", "lr"], titles),
-        published=tables.markdown(published), chosen=tables.markdown(chosen),
-        cost=tables.markdown(written["cost"].astype({"exchanges": int, "bytes up": int, "bytes down": int})),
-    )  # fmt: skip
-    page = folder / "README.md"
-    page.write_text(text, encoding="utf-8")
-    return page

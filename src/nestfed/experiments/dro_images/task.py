@@ -5,24 +5,21 @@ pool and are normalised (and varied, in training) where a loss is computed.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from nestfed.core.settings import setting, static, struct
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import AnyArray, Array, PyTree
 from nestfed.data.images import FederatedImages, normalise, random_crop_flip
+from nestfed.experiments.image_tasks import AT_ONCE, in_blocks, numbers
 from nestfed.models import ImageModel
 from nestfed.problems import Constrained
 from nestfed.problems.robust import half_square
-
-AT_ONCE = 100  # images per block of an evaluation, at every client: bounds the memory of sweeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +51,7 @@ class ClassLimits(Constrained):
     """
 
     losses: Any = static()
-    shares: Array  # [classes]: of all training images
+    shares: AnyArray  # [classes]: of all training images
     margin: float = setting("how much worse than the average a class may be", default=0.05, at_least=0)
     weight_decay: float = setting("mu: (mu / 2) |x|^2 is added", default=0.0, at_least=0)
 
@@ -102,15 +99,7 @@ class ImageTask(Task):
         }
 
 
-def in_blocks(function: Callable[[PyTree], Array], images: PyTree) -> Array:
-    """function of one block of images after the other, which bounds the memory; its values side by side."""
-    number = images["label"].shape[0]
-    block = np.gcd(number, AT_ONCE)  # equal blocks: no image is left over
-    return lax.map(function, jax.tree.map(lambda a: a.reshape(number // block, block, *a.shape[1:]), images))
-
-
 def image_losses(images: FederatedImages, model: ImageModel, *, vary: bool = True) -> ImageLosses:
-    numbers = lambda a: tuple(float(v) for v in a)
     return ImageLosses(model, numbers(images.mean), numbers(images.deviation), vary)
 
 

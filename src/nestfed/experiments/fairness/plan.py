@@ -6,30 +6,23 @@ are chosen on validation data; test data choose nothing. One more setting goes p
 weights by group and label, and an upper loss that counts the gap.
 """
 
-import concurrent.futures
 import dataclasses
 import datetime
 import functools
-import multiprocessing
-import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
-import jinja2
 import numpy as np
 import pandas as pd
-import tomli_w
 
-from nestfed.experiments.verdicts import Claim, all_above, all_below, at_level, claims_table, markdown_claims
-from nestfed.report import figures, studies, tables, write_report
+from nestfed.experiments import frame
+from nestfed.experiments.cells import Table, tabulate
+from nestfed.experiments.fairness.task import FORGETFUL, Reproduced, Slipped
+from nestfed.report import write_report
 from nestfed.report.record import Record
-from nestfed.report.statistics import finished, paired
 from nestfed.workbench.results import make_record
-from nestfed.workbench.scenario import Method
-from nestfed.workbench.scenarios.fairness import Fairness
 from nestfed.workbench.stages import (
     Budget,
     Trace,
@@ -44,11 +37,7 @@ from nestfed.workbench.stages import (
 )
 from nestfed.workbench.task_options import FairnessOptions
 
-GRID = [0.001, 0.01, 0.1, 1.0]
 METHODS = ("fedavg", "fedreg", "fedminmax", "fcfl", "fedbio", "fedbioacc")
-# FedBiOAcc with a momentum that forgets, and inner steps that match its shrinking factor alpha_t: not in the paper.
-FORGETFUL = "fedbioacc-c50"
-BILEVEL = ("fedbio", "fedbioacc", FORGETFUL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +57,10 @@ SEARCHES: dict[str, Search] = {name: Search() for name in METHODS} | {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Reproduced(Fairness):
-    """The task with the variant beside the paper's methods."""
-
-    methods: ClassVar[dict[str, Method]] = Fairness.methods | {
-        FORGETFUL: dataclasses.replace(Fairness.methods["fedbioacc"], title="FedBiOAcc, c = 50")
-    }
-
-
 DATA = {"adult": "Adult", "german": "Credit"}
 DEALING = {"iid": "I.I.D.", "ratios:2:2:6": "non-I.I.D."}
-PAST = ("adult", "ratios:2:2:6", {"group": "sex", "weigh": "group+label", "gap": 1.0})
+Setting = tuple[str, str, tuple[tuple[str, Any], ...]]  # data, dealing, options of the task
+PAST: Setting = ("adult", "ratios:2:2:6", (("group", "sex"), ("weigh", "group+label"), ("gap", 1.0)))
 METRICS = {"test_accuracy": "test accuracy", "train_eqopp": "train EqOpp", "test_eqopp": "test EqOpp"}
 
 # Table 1: (mean, standard deviation) of test accuracy, train EqOpp, test EqOpp.
@@ -124,7 +105,7 @@ class Plan:
     """How much is done."""
 
     data: tuple[str, ...] = tuple(DATA)
-    past: tuple[str, str, dict[str, Any]] = PAST
+    past: Setting = PAST
     seeds: int = 10
     past_seeds: int = 5
     past_methods: tuple[str, ...] = ("fedavg", "fedreg", "fedminmax", "fcfl", "fedbio")
@@ -132,91 +113,73 @@ class Plan:
     evaluations: int = 25
     reading_seeds: int = 3
     readings: int = 100  # at most so many of every data set
-    grid: tuple[float, ...] = tuple(GRID)
+    grid: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
 
 
-FULL = Plan()
 QUICK = Plan(
-    data=("german",), past=("german", "ratios:2:2:6", {"weigh": "group+label", "gap": 1.0}), seeds=2, past_seeds=2,
+    data=("german",), past=("german", "ratios:2:2:6", (("weigh", "group+label"), ("gap", 1.0))), seeds=2, past_seeds=2,
     past_methods=("fedavg", "fedbio"), steps=60, evaluations=6, reading_seeds=1, readings=1, grid=(0.1, 1.0),
 )  # fmt: skip
 
 
-def run(folder: Path, command: str, *, quick: bool = False, progress: bool | None = None) -> Path:
-    """The whole experiment; returns the path of its page."""
-    began = time.monotonic()
-    plan = QUICK if quick else FULL
-    say = functools.partial(_say, progress is not False)
-    # Two processes: compiling a program keeps one core busy, and half of the time is compiling.
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=context)
-    try:
-        submit = lambda function, *given: pool.submit(function, *given, command, plan, progress is not False)
-        # Both ways of dealing a data set in one process: they share their programs.
-        settings = [submit(run_settings, folder, [(data, dealing, {}) for dealing in DEALING]) for data in plan.data]
-        settings.append(submit(run_settings, folder, [plan.past]))
-        readings = pool.submit(run_readings, plan, progress is not False)
-        chosen = pd.concat([future.result() for future in settings], ignore_index=True)
-        explored = readings.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-    say("writing tables and figures")
-    records = {cell: Record.load(_record_folder(folder, *cell, {})) for cell in PAPER if cell[0] in plan.data}
-    past = Record.load(_record_folder(folder, *plan.past))
-    table, claims = table_one(records), check_claims(records)
-    tables.write(table, folder / "tables", "table1", shown=shown_table(table))
-    tables.write(chosen, folder / "tables", "chosen")
-    tables.write(explored, folder / "tables", "readings")
-    tables.write(claims_table(claims), folder / "tables", "claims")
-    tables.write(*tables.headline(past)[:1], folder / "tables", "past", shown=tables.headline(past)[1])
-    for data in plan.data:
-        figures.write(convergence_figure(data, records), folder / "figures", figure_name(data))
-    figures.write(studies.against_published(table), folder / "figures", "table1")
-    figures.write(figures.trade_off(past), folder / "figures", "past")
-    seeds = [r.final.assign(setting=r.about["name"]) for r in (*records.values(), past)]
-    pd.concat(seeds).to_csv(folder / "tables" / "seeds.csv", index=False)
-    (folder / "settings.toml").write_text(tomli_w.dumps(_settings(plan)), encoding="utf-8")
-    page = folder / "README.md"
-    page.write_text(
-        _page(command, plan, table, chosen, explored, claims, past, time.monotonic() - began), encoding="utf-8"
-    )
-    return page
-
-
-def _say(show: bool, text: str) -> None:
-    if show:
-        print(f"{datetime.datetime.now():%H:%M:%S}  {text}", file=sys.stderr, flush=True)
-
-
-def _record_folder(folder: Path, data: str, dealing: str, options: Mapping[str, Any]) -> Path:
-    return (
-        folder
-        / "reports"
-        / "-".join([data, "iid" if dealing == "iid" else "non-iid", *(["past-the-paper"] if options else [])])
-    )
-
-
-def make_scenario(data: str, dealing: str, plan: Plan, **changes: Any) -> Reproduced:
+def make_scenario(data: str, dealing: str, plan: Plan, *, slip: bool = False, **changes: Any) -> Reproduced:
     options: dict[str, Any] = {"data": data, "partition": dealing, "steps": plan.steps, "full_batch": False}
-    return Reproduced(FairnessOptions(**(options | changes)))
+    return (Slipped if slip else Reproduced)(FairnessOptions(**(options | changes)))
 
 
-# ------------------------------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------------------------------- trainings
 
 
-def run_settings(
-    folder: Path, cells: Sequence[tuple[str, str, dict[str, Any]]], command: str, plan: Plan, show: bool
-) -> pd.DataFrame:
-    """Settings of one data set, one after the other."""
-    scenarios = [make_scenario(data, dealing, plan, **options) for data, dealing, options in cells]
+def setting_name(setting: Setting) -> str:
+    data, dealing, options = setting
+    return "-".join([data, "iid" if dealing == "iid" else "non-iid", *(["past-the-paper"] if options else [])])
+
+
+class Trainings(frame.Trainings[Plan]):
+    """The cells: what was chosen in every setting, whose record lies beside it with a report, and `readings-DATA`."""
+
+    processes = 2  # compiling a program keeps one core busy, and half of the time is compiling
+
+    def names(self) -> list[str]:
+        return [name for group in self.groups() for name in group]
+
+    def groups(self) -> list[list[str]]:
+        settings = [[setting_name(one) for one in group] for group in self.settings()]
+        return [*settings, [f"readings-{data}" for data in self.plan.data]]
+
+    def settings(self) -> list[tuple[Setting, ...]]:
+        """Both ways of dealing a data set together, which share their programs; then the one past the paper."""
+        paper = [tuple((data, dealing, ()) for dealing in DEALING) for data in self.plan.data]
+        return [*paper, (self.plan.past,)]
+
+    def train(self, name: str) -> Table:
+        if name.startswith("readings-"):
+            return tabulate(functools.partial(run_readings, name.removeprefix("readings-"), self.plan, self.say))
+        group = next(group for group in self.settings() if name in map(setting_name, group))
+        trials = prepare(self.plan, group)[name]
+        return tabulate(
+            functools.partial(run_setting, trials, self.record_folder(name), self.command, self.plan, self.say)
+        )
+
+    def record_folder(self, name: str) -> Path:
+        return self.folder / "reports" / name
+
+    def record(self, setting: Setting) -> Record:
+        return Record.load(self.record_folder(setting_name(setting)))
+
+
+@functools.lru_cache(maxsize=1)  # settings of a group come one after the other
+def prepare(plan: Plan, group: tuple[Setting, ...]) -> dict[str, Trials[Any]]:
+    """Every setting's task and what it needs for every seed."""
+    scenarios = [make_scenario(data, dealing, plan, **dict(options)) for data, dealing, options in group]
     seeds = range(plan.past_seeds if scenarios[0].options.gap else plan.seeds)
     trials = share_bound([set_up(scenario, seeds) for scenario in scenarios])
-    targets = [_record_folder(folder, *cell) for cell in cells]
-    done = [run_setting(*one, command, plan, show) for one in zip(trials, targets, strict=True)]
-    return pd.concat(done, ignore_index=True)
+    return {setting_name(setting): one for setting, one in zip(group, trials, strict=True)}
 
 
-def run_setting(trials: Trials[Any], target: Path, command: str, plan: Plan, show: bool) -> pd.DataFrame:
+def run_setting(
+    trials: Trials[Any], target: Path, command: str, plan: Plan, say: Callable[[str], None]
+) -> pd.DataFrame:
     """All methods on one data set dealt in one way: writes a record with its report, returns the choices."""
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     budget = Budget(evaluations=plan.evaluations)
@@ -252,9 +215,10 @@ def run_setting(trials: Trials[Any], target: Path, command: str, plan: Plan, sho
                 "runs that diverged": sum(trace.status == "diverged" for trace in tried.traces),
             }
         )  # fmt: skip
-        _say(show, f"{target.name}: {scenario.method(name).title} {time.monotonic() - clock:.0f} s")
+        say(f"{target.name}: {scenario.method(name).title} {time.monotonic() - clock:.0f} s")
+    settings = {"experiment": "fairness", "plan": frame.plain(plan)} | list_settings(plan)
     record = make_record(
-        trials.add(traces), settings=_settings(plan) | {"data": options.data, "partition": options.partition},
+        trials.add(traces), settings=settings | {"data": options.data, "partition": options.partition},
         command=command, name=target.name, methods=methods,
         seconds=time.monotonic() - began, started=started,
     )  # fmt: skip
@@ -280,7 +244,7 @@ def readings(data: str) -> list[tuple[str, dict[str, Any]]]:
     ]
     by_sex = {"group": "sex"}
     return varied + [
-        ("220 columns", {"features": "minimax-fair-slip"}),
+        ("220 columns", scaled | {"slip": True}),
         ("groups by sex", by_sex),
         ("groups by sex, powers of ten", by_sex | scaled),
         ("groups by sex, powers of ten, two-layer network", by_sex | scaled | {"model": "network"}),
@@ -288,227 +252,39 @@ def readings(data: str) -> list[tuple[str, dict[str, Any]]]:
     ] * (data == "adult")
 
 
-def run_readings(plan: Plan, show: bool) -> pd.DataFrame:
+def run_readings(data: str, plan: Plan, say: Callable[[str], None]) -> pd.DataFrame:
     """FedAvg under likely readings of the paper's preparation, dealt I.I.D., with every step size of the grid: which
     level comes closest to the paper's? Here, and only here, published test numbers are looked at to pick."""
+    published = np.array([mean for mean, _ in PAPER[data, "iid"]["fedavg"]])
     rows = []
-    for data in plan.data:
-        published = np.array([mean for mean, _ in PAPER[data, "iid"]["fedavg"]])
-        for title, options in readings(data)[: plan.readings]:
-            steps = int(plan.steps * options.get("steps", 1))
-            scenario = make_scenario(data, "iid", plan, **(options | {"steps": steps}))
-            trials = set_up(scenario, range(plan.reading_seeds))
-            grid = {"lr": list(plan.grid)}
-            tried = sweep_method(trials, "fedavg", {}, grid, Budget(evaluations=1), progress=False)
-            chosen = best_changes(tried)["lr"]
-            for lr in plan.grid:
-                own = [t for t in tried.traces if t.changes["lr"] == lr and t.status == "finished"]
-                final = [scenario.evaluate(trials.setups[t.seed], t.left)[0] for t in own]
-                finals = pd.DataFrame(final, columns=list(METRICS))
-                ours = finals.mean().to_numpy()
-                rows.append(
-                    {"data": DATA[data], "reading": title, "lr": lr, "chosen by validation": lr == chosen}
-                    | {METRICS[name]: value for name, value in zip(METRICS, ours, strict=True)}
-                    | {"std of test accuracy": finals["test_accuracy"].std(ddof=0)}
-                    | {"distance to the paper": float(np.abs(ours - published).sum())}
-                )
-            _say(show, f"reading, {DATA[data]}: {title}")
+    for title, options in readings(data)[: plan.readings]:
+        steps = int(plan.steps * options.get("steps", 1))
+        changes: dict[str, Any] = options | {"steps": steps}
+        scenario = make_scenario(data, "iid", plan, **changes)
+        trials = set_up(scenario, range(plan.reading_seeds))
+        grid = {"lr": list(plan.grid)}
+        tried = sweep_method(trials, "fedavg", {}, grid, Budget(evaluations=1), progress=False)
+        chosen = best_changes(tried)["lr"]
+        for lr in plan.grid:
+            own = [t for t in tried.traces if t.changes["lr"] == lr and t.status == "finished"]
+            finals = pd.DataFrame(
+                [scenario.evaluate(trials.setups[t.seed], t.left)[0] for t in own], columns=list(METRICS)
+            )
+            ours = finals.mean().to_numpy()
+            rows.append(
+                {"data": DATA[data], "reading": title, "lr": lr, "chosen by validation": lr == chosen}
+                | {METRICS[name]: value for name, value in zip(METRICS, ours, strict=True)}
+                | {"std of test accuracy": finals["test_accuracy"].std(ddof=0)}
+                | {"distance to the paper": float(np.abs(ours - published).sum())}
+            )
+        say(f"reading, {DATA[data]}: {title}")
     return pd.DataFrame(rows)
 
 
-def closest_readings(explored: pd.DataFrame) -> pd.DataFrame:
-    """The closest step size of every reading, the closest reading first."""
-    best = explored.loc[explored.groupby(["data", "reading"], sort=False)["distance to the paper"].idxmin()]
-    return best.sort_values(["data", "distance to the paper"], ignore_index=True)
-
-
-# ------------------------------------------------------------------------------------------------- Table 1
-
-
-def table_one(records: Mapping[tuple[str, str], Record]) -> pd.DataFrame:
-    """Ours and the paper's numbers, one row per setting, method and metric."""
-    rows = []
-    for cell, record in records.items():
-        for method in record.methods:
-            own = record.final[(record.final.method == method) & (record.final.status == "finished")]
-            published = PAPER[cell].get(method, [(np.nan, np.nan)] * len(METRICS))
-            for (name, title), (mean, std) in zip(METRICS.items(), published, strict=True):
-                rows.append(
-                    {
-                        "data": DATA[cell[0]], "dealing": DEALING[cell[1]], "method": record.title(method),
-                        "metric": title, "ours": own[name].mean(), "ours std": own[name].std(ddof=0),
-                        "seeds": len(own), "paper": mean, "paper std": std,
-                    }
-                )  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def shown_table(table: pd.DataFrame) -> pd.DataFrame:
-    """As people read it: one row per setting and method."""
-    both = lambda mean, std: f"{mean:.4f} ± {std:.4f}" if np.isfinite(mean) else "–"
-    rows: dict[tuple, dict[str, str]] = {}
-    for row in table.to_dict("records"):
-        line = rows.setdefault((row["data"], row["dealing"], row["method"]), {})
-        line[row["metric"]] = both(row["ours"], row["ours std"])
-        line[f"{row['metric']}, paper"] = both(row["paper"], row["paper std"])
-    names = ("data", "dealing", "method")
-    return pd.DataFrame([dict(zip(names, key, strict=True)) | line for key, line in rows.items()])
-
-
-# ------------------------------------------------------------------------------------------------- claims
-
-
-def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
-    """Every claim with the differences that decide it."""
-    final: dict[Any, Any] = {cell: finished(record) for cell, record in records.items()}
-    value = lambda cell, method, metric: final[cell][final[cell].method == method].set_index("seed")[metric]
-    against = lambda metric: {
-        (method, cell): paired(value(cell, method, metric), value(cell, "fedavg", metric))
-        for method in ("fedbio", "fedbioacc")
-        for cell in records
-    }
-    name = lambda method, cell: f"{Reproduced.methods[method].title}, {DATA[cell[0]]}, {DEALING[cell[1]]}"
-    named = lambda results: {name(*key): result for key, result in results.items()}
-
-    eqopp = named(against("test_eqopp"))
-    accuracy = {case: at_level(result, -0.01) for case, result in named(against("test_accuracy")).items()}
-    half = lambda method: {
-        name(method, cell): paired(_rounds_to_fedbio(record, method), _half_of_the_rounds(record))
-        for cell, record in records.items()
-    }
-    slower = {
-        name(method, (data, "ratios:2:2:6")): paired(
-            _rounds_to_settle(records[data, "ratios:2:2:6"], method), _rounds_to_settle(records[data, "iid"], method)
-        )
-        for method in ("fedbio", "fedbioacc")
-        for data in dict.fromkeys(data for data, _ in records)
-    }
-    advantage = lambda method, cell: value(cell, "fedavg", "test_eqopp") - value(cell, method, "test_eqopp")
-    lost, had = {}, []
-    for method in ("fedreg", "fcfl"):
-        for data in dict.fromkeys(data for data, _ in records):
-            before, after = advantage(method, (data, "iid")), advantage(method, (data, "ratios:2:2:6"))
-            lost[name(method, (data, "ratios:2:2:6"))] = paired(after, before)
-            had.append(paired(before, before * 0).low > 0)
-    return [
-        Claim(
-            "1", "FedBiO and FedBiOAcc have a lower test EqOpp gap than FedAvg in all four settings.",
-            "test EqOpp gap minus FedAvg's", eqopp, all_below(eqopp, 0.0),
-        ),
-        Claim(
-            "2", "They lose at most one point of test accuracy.", "test accuracy minus FedAvg's", accuracy,
-            all_above(accuracy, -0.01), level=-0.01,
-        ),
-        Claim(
-            "3", "FedBiOAcc reaches FedBiO's final outer loss in at most half the rounds.",
-            "rounds needed, minus half of all rounds (a run that never gets there counts as all rounds)",
-            half("fedbioacc"), all_below(half("fedbioacc"), 0.0, or_equal=True),
-        ),
-        Claim(
-            "3b", "The same with c = 50 instead of the paper's 1, and inner steps up to 100 (our variant).",
-            "rounds needed, minus half of all rounds", half(FORGETFUL), all_below(half(FORGETFUL), 0.0, or_equal=True),
-        ),
-        Claim(
-            "4", "Dealing rows non-I.I.D. slows convergence.",
-            "rounds to 90 % of the outer loss's decrease, non-I.I.D. minus I.I.D.", slower, all_above(slower, 0.0),
-        ),
-        Claim(
-            "5", "FedReg and FCFL lose their advantage over FedAvg when rows are dealt non-I.I.D.",
-            "advantage in test EqOpp, non-I.I.D. minus I.I.D.", lost,
-            all_below(lost, 0.0) if all(had)
-            else f"cannot be judged: {sum(had)} of {len(had)} have a clear I.I.D. advantage to lose",
-        ),
-    ]  # fmt: skip
-
-
-def _outer_loss(record: Record, method: str) -> Any:
-    """The outer loss of the stage that learns weights: one column per seed, by round."""
-    own = record.history[(record.history.method == method) & (record.history.stage == "weights")]
-    return own.pivot(index="round", columns="seed", values="outer_loss")
-
-
-def _rounds_to_fedbio(record: Record, method: str) -> pd.Series:
-    slow, fast = _outer_loss(record, "fedbio"), _outer_loss(record, method)
-    return pd.Series({seed: _first_round(fast[seed], slow[seed].iloc[-1]) for seed in fast.columns})
-
-
-def _half_of_the_rounds(record: Record) -> pd.Series:
-    slow = _outer_loss(record, "fedbio")
-    return pd.Series(slow.index[-1] / 2, index=slow.columns)
-
-
-def _rounds_to_settle(record: Record, method: str) -> pd.Series:
-    """Rounds to 90 % of the decrease from the start to the lowest value; NaN for a loss that only rises."""
-    losses = _outer_loss(record, method)
-    falls = losses.min() < losses.iloc[0]
-    level = losses.iloc[0] - 0.9 * (losses.iloc[0] - losses.min())
-    return pd.Series({s: _first_round(losses[s], level[s]) if falls[s] else np.nan for s in losses.columns})
-
-
-def _first_round(losses: pd.Series, level: float) -> float:
-    reached = losses.index[losses.to_numpy() <= level]
-    return float(reached[0] if len(reached) else losses.index[-1])
-
-
-# ------------------------------------------------------------------------------------------------- figures and page
-
-
-def convergence_figure(data: str, records: Mapping[tuple[str, str], Record]) -> Any:
-    """Figures 1 and 2: outer objective against communication rounds."""
-    panels = []
-    for dealing, title in DEALING.items():
-        history = records[data, dealing].history
-        chosen = history[history.method.isin(BILEVEL) & (history.stage == "weights")]
-        panels.append((f"{DATA[data]}, {title}", chosen))
-    titles = {name: Reproduced.methods[name].title for name in BILEVEL}
-    return studies.panels(panels, "outer_loss", titles, ylabel="outer objective (balanced validation loss)")
-
-
-def figure_name(data: str) -> str:
-    return f"figure{list(DATA).index(data) + 1}-{data}"
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    """Everything that decides the numbers; the methods' own settings are in the reports."""
-    scenario = make_scenario(plan.data[0], "iid", plan)
-    options = {key: value for key, value in dataclasses.asdict(scenario.options).items() if value is not None}
+def list_settings(plan: Plan) -> dict[str, Any]:
+    """Everything that decides the numbers, beside the plan; the methods' own settings are in the reports."""
+    options = frame.plain(make_scenario(plan.data[0], "iid", plan).options)
     for key in ("data", "partition"):
         options.pop(key)
-    return {
-        "experiment": "fairness",
-        "plan": {key: value for key, value in dataclasses.asdict(plan).items()},
-        "dealing": list(DEALING),
-        "searches": {name: dataclasses.asdict(search) for name, search in SEARCHES.items()},
-        "options": options,
-    }
-
-
-def _page(
-    command: str,
-    plan: Plan,
-    table: pd.DataFrame,
-    chosen: pd.DataFrame,
-    explored: pd.DataFrame,
-    claims: Sequence[Claim],
-    past: Record,
-    seconds: float,
-) -> str:
-    closest = closest_readings(explored)
-    first = closest.groupby("data").first().reset_index().to_dict("records")
-    template = jinja2.Template(
-        Path(__file__).with_name("page.md.jinja").read_text(encoding="utf-8"), keep_trailing_newline=True
-    )
-    return template.render(
-        plan=plan,
-        command=command,
-        past_data=f"{DATA[plan.past[0]]}, groups by {plan.past[2].get('group', 'sex and marital status')}",
-        minutes=f"{seconds / 60:.1f}",
-        about=past.about,
-        claims=markdown_claims(claims),
-        table=tables.markdown(shown_table(table)),
-        convergence=[(DATA[data], f"figures/{figure_name(data)}.png") for data in plan.data],
-        closest="; ".join(f"{row['data']}: {row['reading']}, step size {row['lr']:g}" for row in first),
-        readings=tables.markdown(closest),
-        past=tables.markdown(tables.headline(past)[1]),
-        chosen=tables.markdown(chosen),
-    )
+    searches = {name: dataclasses.asdict(search) for name, search in SEARCHES.items()}
+    return {"dealing": list(DEALING), "searches": searches, "options": options}

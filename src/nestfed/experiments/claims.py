@@ -27,13 +27,19 @@ def claims_table(claims: Sequence[Claim]) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "claim": claim.number, "compared": claim.compared, "case": case, "difference": result.mean,
-                "low": result.low, "high": result.high, "p": result.p, "seeds": result.n,
+                "claim": claim.number,
+                "compared": claim.compared,
+                "case": case,
+                "difference": result.mean,
+                "low": result.low,
+                "high": result.high,
+                "p": result.p,
+                "seeds": result.n,
             }
             for claim in claims
             for case, result in claim.results.items()
         ]
-    )  # fmt: skip
+    )
 
 
 def markdown_claims(claims: Sequence[Claim]) -> str:
@@ -77,10 +83,28 @@ def all_above(results: Mapping[str, Paired], level: float) -> str:
     return _verdict([r.mean > level for r in results.values()], [r.low > level for r in results.values()])
 
 
-def _verdict(true: Sequence[bool], clear: Sequence[bool]) -> str:
+def all_within(
+    results: Mapping[str, Paired], reach: float, counted: str = "{clear} of {n} with the whole 95 % interval"
+) -> str:
+    """Are all differences smaller than `reach`? `counted` says in how many cases the whole interval is."""
+    near = [abs(r.mean) < reach for r in results.values()]
+    return _verdict(near, [-reach < r.low and r.high < reach for r in results.values()], counted)
+
+
+def no_gain(results: Mapping[str, Paired]) -> str:
+    """Is no difference clearly above zero?"""
+    gained, unknown = sum(r.low > 0 for r in results.values()), sum(not np.isfinite(r.low) for r in results.values())
+    if unknown:
+        return f"cannot be said (no interval in {unknown} of {len(results)} cases)"
+    return f"does not hold ({gained} clear gains)" if gained else f"holds (no clear gain in {len(results)} cases)"
+
+
+def _verdict(
+    true: Sequence[bool], clear: Sequence[bool], counted: str = "{clear} of {n} with a 95 % interval on that side"
+) -> str:
     """In words, with the numbers of cases: in the mean, and beyond what seeds explain."""
     n = len(true)
-    count = f"{sum(true)} of {n} cases in the mean, {sum(clear)} of {n} with a 95 % interval on that side"
+    count = f"{sum(true)} of {n} cases in the mean, {counted.format(clear=sum(clear), n=n)}"
     if all(clear):
         return f"holds ({count})"
     return f"holds in the mean only ({count})" if all(true) else f"does not hold ({count})"

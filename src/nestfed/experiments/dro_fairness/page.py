@@ -1,0 +1,339 @@
+"""Noisy protected groups: from the cells to the page."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from nestfed.data import load
+from nestfed.experiments import plots
+from nestfed.experiments.cells import in_words
+from nestfed.experiments.claims import Claim, all_above, all_below, at_level, no_gain
+from nestfed.experiments.dro_fairness.data import GROUPS
+from nestfed.experiments.dro_fairness.plan import (
+    BETAS,
+    EPOCH,
+    PROPOSED,
+    QUICK,
+    SERVER_RATE,
+    TITLES,
+    Plan,
+    Training,
+    Trainings,
+)
+from nestfed.experiments.frame import Experiment, Page, markdown
+from nestfed.report.statistics import Paired, paired
+from nestfed.report.style import file_name, number, spread
+
+SHOWN = {
+    "train_accuracy": "train accuracy", "test_accuracy": "test accuracy", "train_violation": "train violation",
+    "test_violation": "test violation",
+}  # fmt: skip
+COMPARABLE = 0.01  # violations that differ by less
+
+
+def make_page(trainings: Trainings) -> Page:
+    plan, seeds, cost = trainings.plan, seeds_table(trainings), cost_table(trainings)
+    final = final_table(seeds)
+    drawn = draw_figures(trainings, final)
+    rows = functools.partial(rows_of, final, trainings)
+    compared = rows(trainings.compared, "rounds", "steps")
+    local_steps = rows(trainings.local_steps, "rounds", "steps").sort_values(["after", "method", "local steps"])
+    few = rows(trainings.few_clients, "rounds").sort_values(["local steps", "clients"])
+    titles = list(SHOWN.values())
+    tpr = [f"test tpr{'' if group is None else ' ' + group}" for group in (None, *GROUPS)]
+    proxies = ["train violation by proxy", "test violation by proxy"]
+
+    def value(reading: str, method: str, after: str, column: str) -> float:
+        """A number of the final table, one step per round."""
+        return float(rows([Training(method, plan.clients, reading=reading)], after)[column].iloc[0])
+
+    return Page(
+        tables={
+            "seeds": seeds,
+            "final": final,
+            "chosen": choice_table(trainings),
+            "paper-rates": paper_rates_table(trainings),
+            "cost": cost,
+        },
+        figures=drawn,
+        claims=check_claims(trainings),
+        words={
+            "epoch": EPOCH,
+            "server_rate": SERVER_RATE,
+            "betas": BETAS,
+            "drawn": list(drawn),
+            "value": value,
+            "number": number,
+            "always_no": 1 - load("adult-all").labels().mean(),
+            "at_equal_steps": rows(trainings.local_steps, "steps")["train objective"],
+            "methods": shown_table(compared, ["reading", "after", "method", "lr"], titles),
+            "rates": shown_table(compared, ["reading", "after", "method"], [*tpr, *proxies]),
+            "local_steps": shown_table(
+                local_steps, ["after", "method", "local steps", "lr", "beta"], [*titles, "train objective"]
+            ),
+            "clients": shown_table(few, ["local steps", "clients", "lr"], titles),
+        },
+        shown={"cost": cost.astype({"exchanges": int, "bytes up": int, "bytes down": int})},
+        digits=6,
+        settings={"betas_of_one_step": BETAS, "server_rate": SERVER_RATE, "gcivr_epoch": EPOCH},
+    )
+
+
+def seeds_table(trainings: Trainings) -> pd.DataFrame:
+    """One row per training, occasion and seed: all metrics of the chosen setting."""
+    rows = []
+    for training in trainings.all_trainings:
+        for after in trainings.occasions(training):
+            words = trainings.cell(training.name).settings[trainings.preferred(training, after)]
+            about = _about(trainings, training, after) | {"lr": words["lr"], "beta": words.get("beta", np.nan)}
+            result = trainings.measured(training, after).reset_index()
+            rows.append(result.assign(**about)[[*about, *result.columns]])
+    return pd.concat(rows, ignore_index=True)
+
+
+def _about(trainings: Trainings, training: Training, after: str) -> dict[str, Any]:
+    return {
+        "reading": training.reading, "method": TITLES[training.method], "local steps": training.local_steps,
+        "clients": training.clients, "after": trainings.occasion(after),
+    }  # fmt: skip
+
+
+KEYS = ["reading", "method", "local steps", "clients", "after"]
+
+
+def final_table(seeds: pd.DataFrame) -> pd.DataFrame:
+    """Means and standard deviations over seeds of the metrics shown, in the order of the trainings."""
+    grouped = seeds.groupby(KEYS, sort=False, dropna=False)
+    columns: dict[str, Any] = {"lr": grouped["lr"].first(), "beta": grouped["beta"].first()}
+    metrics = SHOWN | {
+        "train_proxy_violation": "train violation by proxy", "test_proxy_violation": "test violation by proxy",
+        "train_objective": "train objective", "validation_objective": "validation objective",
+    }  # fmt: skip
+    metrics |= {name: name.replace("_", " ") for name in seeds.columns if name.startswith(("train_tpr", "test_tpr"))}
+    for metric, title in metrics.items():
+        columns |= {title: grouped[metric].mean(), f"{title}, std": grouped[metric].std(ddof=0)}
+    return pd.DataFrame(columns | {"seeds": grouped.size()}).reset_index()
+
+
+def rows_of(final: Any, trainings: Trainings, wanted: Sequence[Training], *after: str) -> Any:
+    """The rows of the final table about these trainings on these occasions."""
+    keys = {tuple(_about(trainings, training, occasion).values()) for training in wanted for occasion in after}
+    return final[[key in keys for key in final[KEYS].itertuples(index=False, name=None)]]
+
+
+def shown_table(final: Any, keys: Sequence[str], metrics: Sequence[str]) -> str:
+    """Rows of the final table as Markdown: mean ± standard deviation."""
+    shown = final[list(keys)].map(lambda value: f"{value:g}" if isinstance(value, float) else value)
+    for metric in metrics:
+        moments = zip(final[metric], final[f"{metric}, std"], final["seeds"], strict=True)
+        shown[metric] = [spread(mean, std, n) for mean, std, n in moments]
+    return markdown(shown)
+
+
+def choice_table(trainings: Trainings) -> pd.DataFrame:
+    """What was chosen for every training and occasion, and how the best of the paper's step sizes compares."""
+    rows = []
+    for training in trainings.all_trainings:
+        cell = trainings.cell(training.name)
+        rates = sorted({words["lr"] for words in cell.settings})
+        for after in trainings.occasions(training):
+            score = lambda setting: trainings.measured(training, after, setting)[training.chosen_by].mean()
+            best = trainings.preferred(training, after)
+            published = trainings.preferred(training, after, trainings.plan.paper_rates)
+            words = cell.settings[best]
+            rows.append(
+                _about(trainings, training, after)
+                | {
+                    "chosen": in_words(words),
+                    "at the edge": "yes" if words["lr"] in (rates[0], rates[-1]) else "",
+                    "score": score(best), "best of the paper's": f"{cell.settings[published]['lr']:g}",
+                    "its score": score(published), "settings tried": len(cell.settings),
+                    "of them diverged": int((cell.diverged >= 0).any(1).sum()),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def cost_table(trainings: Trainings) -> pd.DataFrame:
+    """What a client sends in a round of the paper's count, at one step per round and at the most."""
+    rows = []
+    several = [t for t in trainings.local_steps if t.local_steps == max(trainings.plan.local_steps)]
+    for training in trainings.drawn_finely + several:
+        cost, rounds = trainings.cell(training.name).cost, training.rounds_per_round
+        rows.append(
+            {
+                "method": TITLES[training.method], "local steps": training.local_steps,
+                "exchanges": cost["exchanges"] / rounds, "bytes up": cost["bytes_up"] / rounds,
+                "bytes down": cost["bytes_down"] / rounds,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def paper_rates_table(trainings: Trainings) -> pd.DataFrame:
+    """The methods after the paper's rounds, if only the paper's step sizes are allowed."""
+    rows = []
+    for training in trainings.compared:
+        setting = trainings.preferred(training, "rounds", trainings.plan.paper_rates)
+        result = trainings.measured(training, "rounds", setting)
+        lr = trainings.cell(training.name).settings[setting]["lr"]
+        row: dict[str, Any] = {"reading": training.reading, "method": TITLES[training.method], "lr": f"{lr:g}"}
+        for metric, title in SHOWN.items():
+            row[title] = spread(result[metric].mean(), result[metric].std(ddof=0), len(result))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+# ------------------------------------------------------------------------------------------------- claims
+
+
+def check_claims(trainings: Trainings) -> list[Claim]:
+    """What the paper says; the claims on methods once more with positives as the reference."""
+    claims = _method_claims(trainings, "rows", "") + _local_steps_claims(trainings) + _clients_claims(trainings)
+    return claims + (_method_claims(trainings, "positives", "b") if "positives" in trainings.plan.readings else [])
+
+
+def _minus(trainings: Trainings, one: Training, other: Training, metric: str, after: str) -> Paired:
+    return paired(trainings.measured(one, after)[metric], trainings.measured(other, after)[metric])
+
+
+def _method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]:
+    clients = trainings.plan.clients
+    theirs = {
+        "gcivr": Training("gcivr", clients, reading=reading), "unconstrained": Training("unconstrained", clients),
+    }  # fmt: skip
+
+    def against(baseline: str, measure: str) -> dict[str, Paired]:
+        return {
+            f"{TITLES[method]}, {part}, {trainings.occasion(after)}": _minus(
+                trainings, Training(method, clients, reading=reading), theirs[baseline], f"{part}_{measure}", after
+            )
+            for method in PROPOSED
+            for part in ("train", "test")
+            for after in ("rounds", "steps")
+        }
+
+    of = "" if not mark else " (positives as the reference)"
+    lower, accurate = against("unconstrained", "violation"), against("unconstrained", "accuracy")
+    comparable = {case: at_level(r, COMPARABLE) for case, r in against("gcivr", "violation").items()}
+    better = against("gcivr", "accuracy")
+    first, second = (Training(method, clients, reading=reading) for method in PROPOSED)
+    ahead = {
+        trainings.occasion(after): _minus(trainings, first, second, "train_accuracy", after)
+        for after in ("rounds", "steps")
+    }
+    return [
+        Claim(
+            f"1{mark}", f"FedDRO and DS-FedDRO violate the constraints less than unconstrained training{of}.",
+            "maximum violation minus that of unconstrained training", lower, all_below(lower, 0.0),
+        ),
+        Claim(
+            f"2{mark}", f"Their accuracy is above that of unconstrained training{of}.",
+            "accuracy minus that of unconstrained training", accurate, all_above(accurate, 0.0),
+        ),
+        Claim(
+            f"3{mark}", f"Their violations match those of GCIVR, that is, are at most {COMPARABLE:g} larger{of}.",
+            "maximum violation minus GCIVR's", comparable, all_below(comparable, COMPARABLE), level=COMPARABLE,
+        ),
+        Claim(
+            f"4{mark}", f"Their accuracy is above that of GCIVR{of}.", "accuracy minus GCIVR's", better,
+            all_above(better, 0.0),
+        ),
+        Claim(
+            f"5{mark}", f"FedDRO is ahead of DS-FedDRO in training accuracy{of}.",
+            "train accuracy, FedDRO minus DS-FedDRO", ahead, all_above(ahead, 0.0),
+        ),
+    ]  # fmt: skip
+
+
+def _local_steps_claims(trainings: Trainings) -> list[Claim]:
+    plan = trainings.plan
+    most, enough = max(plan.local_steps), plan.saturation
+
+    def compare(many: int, few: int) -> dict[str, Paired]:
+        return {
+            f"{TITLES[method]}, {part}, {many} minus {few}": _minus(
+                trainings, Training(method, plan.clients, many), Training(method, plan.clients, few),
+                f"{part}_accuracy", "rounds",
+            )
+            for method in PROPOSED
+            for part in ("train", "test")
+        }  # fmt: skip
+
+    gain, further = compare(enough, 1), compare(most, enough)
+    return [
+        Claim(
+            "6", f"Accuracy after {plan.rounds} rounds gains with local steps.",
+            f"accuracy, {enough} local steps minus 1", gain, all_above(gain, 0.0),
+        ),
+        Claim(
+            "7", f"The gain saturates at about {enough} local steps.",
+            f"accuracy, {most} local steps minus {enough}", further, no_gain(further),
+        ),
+    ]  # fmt: skip
+
+
+def _clients_claims(trainings: Trainings) -> list[Claim]:
+    plan = trainings.plan
+    many, few = max(plan.few_clients), min(plan.few_clients)
+
+    def same_step(steps: int, metric: str) -> Paired:
+        """With the settings that the most clients chose."""
+        setting = trainings.preferred(Training("feddro", many, steps), "rounds")
+        one, other = (trainings.measured(Training("feddro", n, steps), "rounds", setting)[metric] for n in (many, few))
+        return paired(one, other)
+
+    results = {}
+    for steps, part in itertools.product(plan.few_clients_steps, ("train", "test")):
+        one, other = (Training("feddro", n, steps) for n in (many, few))
+        case = f"{part}, {steps} local step{'s' if steps > 1 else ''}"
+        results[f"{case}, each with its step size"] = _minus(trainings, one, other, f"{part}_accuracy", "rounds")
+        results[f"{case}, one step size"] = same_step(steps, f"{part}_accuracy")
+    return [
+        Claim(
+            "8", "Accuracy rises with the number of clients.",
+            f"FedDRO after {plan.rounds} rounds, accuracy with {many} clients minus {few}", results,
+            all_above(results, 0.0),
+        )
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- figures
+
+
+def draw_figures(trainings: Trainings, final: Any) -> dict[str, Callable[[], Figure]]:
+    """All figures by name; `final` is the final table, a DataFrame."""
+    plan = trainings.plan
+    drawn = [("rows", "rounds", "test"), ("rows", "rounds", "train"), ("rows", "steps", "test")]
+    drawn += [("positives", "steps", "test")] if "positives" in plan.readings else []
+    found = {
+        file_name("methods", reading, trainings.occasion(after), part): functools.partial(
+            methods_figure, trainings, reading, after, part
+        )
+        for reading, after, part in drawn
+    }
+    rows = rows_of(final, trainings, trainings.local_steps, "rounds")
+    metrics = ["train accuracy", "test accuracy", "train objective"]
+    name = file_name("local steps", trainings.occasion("rounds"))
+    found[name] = functools.partial(plots.lines_over, rows, "local steps", metrics)
+    few = rows_of(final, trainings, trainings.few_clients, "rounds")
+    few = few.assign(method=[f"FedDRO, I = {steps}" for steps in few["local steps"]])
+    found["clients"] = functools.partial(plots.lines_over, few, "clients", metrics[:2])
+    return found
+
+
+def methods_figure(trainings: Trainings, reading: str, after: str, part: str) -> Figure:
+    others = [training for training in trainings.compared if training.reading == reading]
+    shown = dict.fromkeys([*others, Training("unconstrained", trainings.plan.clients)])
+    history = pd.concat([trainings.history(training, after) for training in shown], ignore_index=True)
+    metrics = {name: title for name, title in SHOWN.items() if name.startswith(part)}
+    about = "communication rounds, one step each; mean and standard deviation over seeds"
+    return plots.metric_panels(history, metrics, TITLES, xlabel=about)
+
+
+EXPERIMENT = Experiment("dro-fairness", Trainings, Plan(), QUICK, make_page)
