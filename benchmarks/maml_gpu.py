@@ -60,7 +60,7 @@ def make_data(size: Size) -> FederatedCharacters:
     random = np.random.default_rng(0)
     images = lambda: {"image": random.integers(0, 256, (size.characters, 20, SIDE, SIDE)).astype(np.uint8)}
     rows = nestfed.Rows.from_clients([images() for _ in range(size.clients)])
-    return FederatedCharacters(rows=rows, aside=rows.reordered([0, 1]))
+    return FederatedCharacters(rows=rows, aside=rows.reorder([0, 1]))
 
 
 def operations(model: CNN, tasks: int) -> float:

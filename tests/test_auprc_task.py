@@ -17,7 +17,7 @@ from sklearn.metrics import average_precision_score, precision_recall_curve, roc
 
 from nestfed.core.settings import UserError
 from nestfed.data import TEST, TRAIN
-from nestfed.problems.ranking import AveragePrecision, ranked
+from nestfed.problems.ranking import AveragePrecision, find_precisions
 from nestfed.report import figures
 from nestfed.report.page import render
 from nestfed.report.record import Record
@@ -59,7 +59,7 @@ def scenario(path):
 # ------------------------------------------------------------------------------------------------- metrics
 
 
-program = jax.jit(ranked, static_argnames="segments")
+program = jax.jit(find_precisions, static_argnames="segments")
 
 
 def precision_at(label, scores, recall):

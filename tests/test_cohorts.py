@@ -244,7 +244,7 @@ def test_cohorts_follow_ids_not_positions():
     weights = np.array([0.4, 0.3, 0.2, 0.1])
     task = regression((5, 9, 7, 4), weights=weights)
     order = [2, 0, 3, 1]
-    turned = dataclasses.replace(task, data=task.data.reordered(order), weights=weights[order])
+    turned = dataclasses.replace(task, data=task.data.reorder(order), weights=weights[order])
     for sampling in ("weights", "poisson"):
         rule = cohort_rule(2, sampling, weights)
         for round in range(20):

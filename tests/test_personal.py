@@ -14,7 +14,7 @@ from nestfed import Rows, Sample, Task, UserError, advance, make, simulate, star
 from nestfed.algorithms.fedcr import class_from_encoder, divergence, encoder_from_class
 from nestfed.algorithms.personal_method import clip_together
 from nestfed.problems import GaussianEncoder, Personalised
-from nestfed.verbs.personalise import PersonalTask, adapt, fine_tuned, model_of, predict, spread
+from nestfed.verbs.personalise import PersonalTask, adapt, fine_tune, model_of, predict, spread
 
 KEY = jax.random.key(0)
 PRESENT = lambda number: st.lists(st.booleans(), min_size=number, max_size=number).filter(any)
@@ -326,7 +326,7 @@ SPREAD = jax.jit(spread)
 def test_fine_tuning_takes_the_steps_it_was_given():
     task = scalar_task(first=(2.0, 0.0), repeat=2)
     (u, v), rows = task.params, task.data.client(1)
-    tune = lambda **more: fine_tuned(task.problem, u, v, rows, KEY, lr=0.05, batch_size=2, clip=100.0, **more)
+    tune = lambda **more: fine_tune(task.problem, u, v, rows, KEY, lr=0.05, batch_size=2, clip=100.0, **more)
     _, head = tune(steps=3)
     assert_allclose(head, 1.5 * (1 - (1 - 0.05 * 3 * 4) ** 3))  # towards target / u, curvature moment u^2
     body, head = tune(steps=1, what="all")

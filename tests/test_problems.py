@@ -1126,7 +1126,7 @@ def test_a_site_with_constants_only_holds_its_own():
 
 def test_clients_keep_ids_rows_and_draws_at_other_positions():
     order = [2, 0, 1]
-    moved = POOL.reordered(order)
+    moved = POOL.reorder(order)
     assert_array_equal(moved.ids, [11, 7, 3])
     assert_array_equal(moved.sizes, [300, 5, 1])
     for new, old in enumerate(order):

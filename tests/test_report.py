@@ -32,7 +32,7 @@ def series(*values, seeds=None):
 
 
 def test_paired_by_hand():
-    result = statistics.paired(series(2, 4, 6), series(1, 2, 3))  # differences 1, 2, 3: mean 2, deviation 1
+    result = statistics.pair(series(2, 4, 6), series(1, 2, 3))  # differences 1, 2, 3: mean 2, deviation 1
     reach = 4.302652729911275 / 3**0.5  # the 97.5 % quantile of t with 2 degrees of freedom
     assert (result.mean, result.n) == (2, 3)
     np.testing.assert_allclose([result.low, result.high], [2 - reach, 2 + reach], rtol=1e-9)
@@ -45,7 +45,7 @@ def test_paired_is_the_t_test_of_scipy(pairs):
     a, b = np.array(pairs).T
     if np.ptp(a - b) < 1e-6:  # scipy warns of cancellation there
         return
-    result, reference = statistics.paired(series(*a), series(*b)), stats.ttest_rel(a, b)
+    result, reference = statistics.pair(series(*a), series(*b)), stats.ttest_rel(a, b)
     interval = reference.confidence_interval(0.95)
     np.testing.assert_allclose([result.low, result.high], [interval.low, interval.high], rtol=1e-6, atol=1e-8)
     assert result.p == pytest.approx(reference.pvalue, rel=1e-6, abs=1e-12)
@@ -54,27 +54,27 @@ def test_paired_is_the_t_test_of_scipy(pairs):
 
 def test_paired_uses_common_finite_seeds_only():
     a, b = series(1, 2, 3, 9, seeds=[5, 1, 2, 7]), series(0, 0, 0, np.nan, np.inf, seeds=[2, 1, 5, 7, 8])
-    assert statistics.paired(a, b) == statistics.paired(series(2, 3, 1), series(0, 0, 0))
+    assert statistics.pair(a, b) == statistics.pair(series(2, 3, 1), series(0, 0, 0))
 
 
 def test_paired_with_too_few_seeds_has_no_interval():
-    one = statistics.paired(series(3), series(1))
+    one = statistics.pair(series(3), series(1))
     assert (one.mean, one.n, one.clear) == (2, 1, False)
     assert np.isnan([one.low, one.high, one.p]).all()
-    none = statistics.paired(series(3, seeds=[0]), series(1, seeds=[1]))
+    none = statistics.pair(series(3, seeds=[0]), series(1, seeds=[1]))
     assert none.n == 0 and np.isnan(none.mean) and not none.clear
 
 
 def test_equal_differences_give_an_interval_of_width_zero():
-    result = statistics.paired(series(0.3, 0.4, 0.7), series(0.2, 0.3, 0.6))  # equal but for rounding
+    result = statistics.pair(series(0.3, 0.4, 0.7), series(0.2, 0.3, 0.6))  # equal but for rounding
     assert result.low == result.high == result.mean == pytest.approx(0.1)
     assert (result.p, result.clear) == (0, True)
-    assert statistics.paired(series(1, 2), series(1, 2)) == (0, 0, 0, 1, 2)
+    assert statistics.pair(series(1, 2), series(1, 2)) == (0, 0, 0, 1, 2)
 
 
 def test_a_seed_given_twice_is_refused():
     with pytest.raises(UserError, match="seed 4 was given twice"):
-        statistics.paired(series(1, 2, seeds=[4, 4]), series(1, 2))
+        statistics.pair(series(1, 2, seeds=[4, 4]), series(1, 2))
 
 
 # ------------------------------------------------------------------------------------------------- headline
@@ -100,7 +100,7 @@ def test_headline_leaves_diverged_seeds_out_and_counts_them():
     assert table["failed"].tolist() == [1, 0]
     b, a = (statistics.entry(table, method, record.metrics[0]) for method in ("b", "a"))
     assert (b.mean, b.std, b.n) == (pytest.approx(0.7), pytest.approx(0.1), 2)  # ddof 0
-    assert b.paired == statistics.paired(series(0.8, 0.6, seeds=[0, 2]), series(0.5, 0.9, 0.5))
+    assert b.paired == statistics.pair(series(0.8, 0.6, seeds=[0, 2]), series(0.5, 0.9, 0.5))
     assert b.paired.n == 2
     assert a.paired.n == 0 and np.isnan(a.paired.mean)  # nobody differs from itself
 

@@ -148,7 +148,7 @@ GROUPS = 8
 EPSILON = 1e-5
 
 
-def _standardised(values: Array, axes: tuple[int, ...]) -> Array:
+def _standardise(values: Array, axes: tuple[int, ...]) -> Array:
     """Give values mean 0 and variance 1 over the axes, with statistics of at least single precision."""
     wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     centred = wide - wide.mean(axes, keepdims=True)
@@ -164,7 +164,7 @@ def group_norm(layer: PyTree, planes: Array, groups: int = GROUPS) -> Array:
             "or norm='batch'."
         )
     grouped = planes.reshape(groups, channels // groups, *rest)
-    return _affine(layer, _standardised(grouped, (1, 2, 3)).reshape(planes.shape), planes.dtype)
+    return _affine(layer, _standardise(grouped, (1, 2, 3)).reshape(planes.shape), planes.dtype)
 
 
 def batch_norm(layer: PyTree, planes: Array) -> Array:
@@ -172,7 +172,7 @@ def batch_norm(layer: PyTree, planes: Array) -> Array:
 
     There are no running statistics: what a network answers for an image depends on the others in the batch.
     """
-    return _affine(layer, _standardised(planes, (1, 2, 3)), planes.dtype)
+    return _affine(layer, _standardise(planes, (1, 2, 3)), planes.dtype)
 
 
 def _affine(layer: PyTree, values: Array, dtype: Any) -> Array:
@@ -302,19 +302,19 @@ class CNN(ImageModel):
             convolutions.append({"kernel": kernel, "bias": jnp.zeros(layer.channels), **norm})
             channels = layer.channels
         image = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-        width = jax.eval_shape(self._convolved, convolutions, image).shape[1]
+        width = jax.eval_shape(self._convolve, convolutions, image).shape[1]
         for wanted in self.hidden:
             hidden.append(init_dense(next(keys), width, wanted, gain=2.0))
             width = wanted
         return {"convolutions": convolutions, "hidden": hidden}
 
     def features(self, extractor, images):
-        values = self._convolved(extractor["convolutions"], images)
+        values = self._convolve(extractor["convolutions"], images)
         for layer in extractor["hidden"]:
             values = jax.nn.relu(dense(layer, values))
         return values
 
-    def _convolved(self, convolutions: PyTree, images: Array) -> Array:
+    def _convolve(self, convolutions: PyTree, images: Array) -> Array:
         values = self._planes(images, convolutions[0]["kernel"])
         for layer, params in zip(self.layers, convolutions, strict=True):
             # A ReLU and a bias keep the order of numbers: after pooling they do the same to fewer numbers.
@@ -398,15 +398,15 @@ IMAGE_MODELS: dict[str, Entry[ImageModel]] = {
 
 def model_named(name: str) -> Perceptron:
     """Return a model for rows of numbers; `dataclasses.replace(model, outputs=...)` gives it classes."""
-    return _named(name, MODELS, "rows of numbers")
+    return _find(name, MODELS, "rows of numbers")
 
 
 def image_model_named(name: str) -> ImageModel:
     """Return a model for images; `dataclasses.replace(model, outputs=..., dtype=...)` changes it."""
-    return _named(name, IMAGE_MODELS, "images")
+    return _find(name, IMAGE_MODELS, "images")
 
 
-def _named(name: str, known: Mapping[str, Entry[M]], inputs: str) -> M:
+def _find(name: str, known: Mapping[str, Entry[M]], inputs: str) -> M:
     if name not in known:
         hint = f"{suggest(name, known, otherwise=';')} Known are {', '.join(known)}."
         raise UserError(f"there is no model {name!r} for {inputs}{hint}")

@@ -70,18 +70,18 @@ class ProximalStages(Algorithm):
         lr = shrunk(self.lr)
         return lr, lr if self.dual_lr is None else shrunk(self.dual_lr)
 
-    def ending(self, s, fed):
+    def is_last_round(self, s, fed):
         """Tell whether this is the stage's last round."""
         return fed.t + 1 - s.began >= self.stage_steps * self.growth**s.stage
 
     def message(self, s, fed):
         """Return what a client sends: its point, or its average point where the stage ends."""
-        average = lambda point, total: jnp.where(self.ending(s, fed), total / s.steps.astype(point.dtype), point)
+        average = lambda point, total: jnp.where(self.is_last_round(s, fed), total / s.steps.astype(point.dtype), point)
         return jax.tree.map(average, (s.x, s.alpha), s.total)
 
-    def synchronised(self, problem, s, fed, answer):
+    def synchronise(self, problem, s, fed, answer):
         """Return the common state that follows from the mean of the messages."""
-        x, alpha, ends = problem.feasible_x(answer[0]), problem.feasible_alpha(answer[1]), self.ending(s, fed)
+        x, alpha, ends = problem.feasible_x(answer[0]), problem.feasible_alpha(answer[1]), self.is_last_round(s, fed)
         return s._replace(
             x=x,
             alpha=alpha,
@@ -116,7 +116,7 @@ class CODAPlus(ProximalStages):
         s = self.local_step(problem, s, draw, fed)
         if not fed.sync:
             return s
-        return self.synchronised(
+        return self.synchronise(
             problem, s, fed, fed.mean(self.message(s, fed), around=(fed.server.x, fed.server.alpha))
         )
 
@@ -157,6 +157,6 @@ class CODASCA(ProximalStages):
         change = jax.tree.map(jnp.subtract, moved, s.common)
         share = jax.tree.map(lambda c: fed.share.astype(c.dtype) * c, change)
         answer, mean_change = fed.mean((self.message(s, fed), share), around=((fed.server.x, fed.server.alpha), None))
-        return self.synchronised(problem, s, fed, answer)._replace(
+        return self.synchronise(problem, s, fed, answer)._replace(
             common=jax.tree.map(jnp.add, s.common, mean_change), own=jax.tree.map(jnp.add, s.own, change)
         )

@@ -51,7 +51,7 @@ class FCSG(Algorithm):
     @classmethod
     def theory(cls, *, clients: int, steps: int, smoothness: float):
         """Take step size and local steps from Corollary 4.2; smoothness is S_F = S_g L_f + S_f L_g^2."""
-        return cls(lr=(clients / steps) ** 0.5 / (6 * smoothness), local_steps=_rounded((steps / clients**3) ** 0.25))
+        return cls(lr=(clients / steps) ** 0.5 / (6 * smoothness), local_steps=_round((steps / clients**3) ** 0.25))
 
     def init(self, problem, params, draw, fed):
         return self.State(*params)
@@ -79,7 +79,7 @@ class Momentum(Algorithm):
         add = lambda j, total: total + problem.gradient(x, draw(j))
         return fed.mean(lax.fori_loop(0, others, add, jnp.zeros_like(x)) / others)
 
-    def forgetting(self, u, estimated, fed):
+    def forgetting_rate(self, u, estimated, fed):
         """Return beta, or where nothing is estimated yet the share of the step's batch in the first estimate."""
         return jnp.where(estimated, at(self.beta, fed.t), 1 / self.first_batches).astype(u.dtype)
 
@@ -104,7 +104,7 @@ class FCSGM(Momentum):
         return self.State(x, self.first_estimate(problem, x, draw, fed), jnp.zeros((), bool))
 
     def step(self, problem, s, draw, fed):
-        beta = self.forgetting(s.u, s.estimated, fed)
+        beta = self.forgetting_rate(s.u, s.estimated, fed)
         u = (1 - beta) * s.u + beta * problem.gradient(s.x, draw(0))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * u)
         if fed.sync:
@@ -133,9 +133,9 @@ class AccFCSGM(Momentum):
     @classmethod
     def theory(cls, *, clients: int, steps: int, smoothness: float, batch: int = 1):
         """Take the constants from Corollary 4.8: beta = c lr^2 with c = 30 S_F^2 / (batch clients)."""
-        local_steps = _rounded((steps / clients**2) ** (1 / 3))
+        local_steps = _round((steps / clients**2) ** (1 / 3))
         lr = 1 / (12 * local_steps * smoothness)
-        first = _rounded(steps ** (1 / 3) / clients ** (2 / 3) / batch)
+        first = _round(steps ** (1 / 3) / clients ** (2 / 3) / batch)
         beta = min(1.0, 30 * smoothness**2 / (batch * clients) * lr**2)
         return cls(lr=lr, beta=beta, local_steps=local_steps, first_batches=first)
 
@@ -150,7 +150,7 @@ class AccFCSGM(Momentum):
         return s._replace(own_x_prev=jnp.where(absent, s.x_prev, s.own_x_prev))
 
     def step(self, problem, s, draw, fed):
-        beta = self.forgetting(s.u, (s.rounds > 0) | (fed.step > 0), fed)
+        beta = self.forgetting_rate(s.u, (s.rounds > 0) | (fed.step > 0), fed)
         u = problem.gradient(s.x, draw(0)) + (1 - beta) * (s.u - problem.gradient(s.own_x_prev, draw(0)))
         lr = at(self.lr, fed.t)
         x = problem.feasible_x(s.x - lr * u)
@@ -161,5 +161,5 @@ class AccFCSGM(Momentum):
         return self.State(problem.feasible_x(x), u, x + lr * u, rounds, s.x, rounds)
 
 
-def _rounded(number: float) -> int:
+def _round(number: float) -> int:
     return max(1, round(number))

@@ -153,7 +153,7 @@ class FedBiOAcc(Algorithm):
     def alpha(self, t):
         return PowerDecay(scale=self.delta, offset=self.u, slope=self.sigma2)(t + 1)
 
-    def forgetting(self, c, t, estimated):
+    def forgetting_rate(self, c, t, estimated):
         """Return 1 - momentum, clipped to [0, 1]; at first 1/M: the step's batch is one of M of the first estimate."""
         factor = jnp.clip(c * self.alpha(t - 1) ** 2, 0, 1)
         return jnp.where(estimated, factor, 1 / self.first_batch_multiplier)
@@ -179,8 +179,8 @@ class FedBiOAcc(Algorithm):
 
     def step(self, problem, s, draw, fed):
         now, before = (s.x, s.y), (s.x_prev if self.average_prev else s.x_omega, s.y_prev)
-        a_omega = self.forgetting(self.c_omega, fed.t, s.own_estimated).astype(s.x.dtype)
-        a_nu = self.forgetting(self.c_nu, fed.t, s.estimated).astype(s.x.dtype)
+        a_omega = self.forgetting_rate(self.c_omega, fed.t, s.own_estimated).astype(s.x.dtype)
+        a_nu = self.forgetting_rate(self.c_nu, fed.t, s.estimated).astype(s.x.dtype)
         psi = lambda x, y: problem.grad_lower(x, y, draw(0))
         phi_now, phi_before = self.hypergradient(problem, [now, before], draw)
         omega = psi(*now) + (1 - a_omega) * (s.omega - psi(s.x_omega, s.y_prev))

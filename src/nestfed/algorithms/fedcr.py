@@ -78,7 +78,7 @@ class FedCR(PersonalMethod):
     def synchronise(self, problem, s, fed):
         experts = fed.rows.pass_over(lambda batch, weights: class_experts(problem, s, batch, weights, fed.key))
         u = fed.mean(s.u, around=fed.server.u)
-        precision, weighted = fed.gather(floored(*experts), reply=total)
+        precision, weighted = fed.gather(widen(*experts), reply=total)
         precision = 1 + precision
         blend = lambda old, new: (1 - self.memory) * old + self.memory * new
         deviation = jnp.maximum(precision**-0.5, SMALLEST_DEVIATION)
@@ -97,7 +97,7 @@ def class_experts(problem, s, batch, weights, key):
     return members @ precision, members @ (precision * mean)
 
 
-def floored(precision, weighted):
+def widen(precision, weighted):
     """Return the same Gaussians with deviations of at least SMALLEST_DEVIATION."""
     factor = jnp.minimum(1, SMALLEST_DEVIATION**-2 / jnp.where(precision > 0, precision, 1))
     return precision * factor, weighted * factor

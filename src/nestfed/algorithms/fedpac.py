@@ -127,11 +127,11 @@ class FedPAC(HeadThenBody):
         variance = jnp.maximum(own.squares - jnp.sum(own.sums**2), 0) / own.rows
         head = fed.gather(
             Upload(s.v, own.sums, variance),
-            reply=lambda values, cohort, slot, key: self.mixed_head(values, cohort.present, slot),
+            reply=lambda values, cohort, slot, key: self.mix_heads(values, cohort.present, slot),
         )
         return s._replace(u=u, v=head, prototypes=prototypes, known=jnp.maximum(here.known, seen.astype(s.known.dtype)))
 
-    def mixed_head(self, uploads, present, slot):
+    def mix_heads(self, uploads, present, slot):
         clean = lambda a: jnp.where(present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0)  # an absent client may send NaN
         uploads = Upload(*map(clean, uploads))
         with jax.default_matmul_precision("highest"):

@@ -86,7 +86,7 @@ class GCIVR(Algorithm):
     def descend(self, problem, s, estimate, draw, fed):
         y, jacobian, w = estimate
         y, outside = problem.into_domain(y, draw(0))
-        direction = pulled_back(jacobian, problem.grad_outer(y, draw(0)))
+        direction = pull_back(jacobian, problem.grad_outer(y, draw(0)))
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * (direction if w is None else direction + w))
         fed.note("projected_share", outside)
         return self.State(x, s.x, y, jacobian, w)
@@ -106,7 +106,7 @@ def plus(one, other):
     return each(lambda a, b: a + b, one, other)
 
 
-def pulled_back(jacobian, slope):
+def pull_back(jacobian, slope):
     """Return Jacobian^T slope; of Scaled numbers only the sum of the exponents is exponentiated."""
     if not is_scaled(slope):
         return jnp.dot(slope, jacobian, precision="highest")

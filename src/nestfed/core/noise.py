@@ -89,18 +89,18 @@ def chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | Array) -
     return jnp.stack([a + b for a, b in zip(mixed, start, strict=True)], axis=-1)
 
 
-def _derived(key: Array, purpose: int, number: ArrayLike) -> Array:
+def _derive(key: Array, purpose: int, number: ArrayLike) -> Array:
     nonce = [jnp.uint32(purpose), jnp.asarray(number, "uint32"), jnp.uint32(0)]
     return chacha20_block(key, jnp.uint32(0), nonce)[:KEY_WORDS]
 
 
 def _fold_in(key: Array, number: ArrayLike) -> Array:
-    return _derived(key, _FOLD, number)
+    return _derive(key, _FOLD, number)
 
 
 def _split(key: Array, shape: tuple[int, ...]) -> Array:
     numbers = jnp.arange(int(np.prod(shape)), dtype="uint32")
-    return jax.vmap(lambda i: _derived(key, _SPLIT, i))(numbers).reshape(*shape, KEY_WORDS)
+    return jax.vmap(lambda i: _derive(key, _SPLIT, i))(numbers).reshape(*shape, KEY_WORDS)
 
 
 def _seed(seed: Array) -> Array:

@@ -218,7 +218,7 @@ class Rows:
                         "all clients must have the same columns."
                     )
         columns = jax.tree.map(lambda *parts: np.concatenate([np.asarray(p) for p in parts]), *clients)
-        return cls._checked(columns, np.asarray(sizes), constants, ids)
+        return cls._build(columns, np.asarray(sizes), constants, ids)
 
     @classmethod
     def from_table(cls, columns: PyTree, client: AnyArray, *, constants: PyTree = None) -> "Rows":
@@ -237,10 +237,10 @@ class Rows:
         if missing.size:
             raise UserError(f"client {missing[0]} has no rows; number the clients 0 .. {sizes.size - 1} without a gap.")
         order = np.argsort(client, kind="stable")
-        return cls._checked(jax.tree.map(lambda c: np.asarray(c)[order], columns), sizes, constants, None)
+        return cls._build(jax.tree.map(lambda c: np.asarray(c)[order], columns), sizes, constants, None)
 
     @classmethod
-    def _checked(cls, columns: PyTree, sizes: np.ndarray, constants: PyTree, ids: Sequence[int] | None) -> "Rows":
+    def _build(cls, columns: PyTree, sizes: np.ndarray, constants: PyTree, ids: Sequence[int] | None) -> "Rows":
         offsets = np.cumsum(sizes) - sizes
         _check_finite(columns, sizes, "data")
         _check_precision(columns, "data")
@@ -289,7 +289,7 @@ class Rows:
             largest=size,
         )
 
-    def reordered(self, order: Sequence[int]) -> "Rows":
+    def reorder(self, order: Sequence[int]) -> "Rows":
         """The same clients at other positions; they keep their ids, so nobody's numbers change."""
         mine = lambda tree: jax.tree.map(lambda a: np.asarray(a)[np.asarray(order)], tree)
         return dataclasses.replace(

@@ -58,7 +58,7 @@ class Task:
         problem, flat = problem.bind(params)
         of_clients = _weights(weights, data)
         task = cls(
-            problem=problem.fitted(data, of_clients),
+            problem=problem.fit_to(data, of_clients),
             data=data,
             params=flat,
             weights=of_clients,

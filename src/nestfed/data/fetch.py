@@ -48,7 +48,7 @@ def obtain(
     """What `use` makes of the contents of the files, given with the place they come from, once their checksums are
     right; `use` refuses with a UserError what it cannot recognise."""
 
-    def checked(contents: dict[str, bytes], where: str) -> T:
+    def check(contents: dict[str, bytes], where: str) -> T:
         _check_sums(official, contents, where)
         return use(contents, where)
 
@@ -58,15 +58,15 @@ def obtain(
             raise UserError(f"NESTFED_DATA={named} is not a folder; name the folder with the data files, or unset it.")
         contents = _find(Path(named), official)
         if contents is not None:
-            return checked(contents, f"the folder {named} (NESTFED_DATA)")
+            return check(contents, f"the folder {named} (NESTFED_DATA)")
     if bundled is not None:
         return bundled()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nestfed"
     contents = _find(cache, official)
     if contents is not None:
-        return checked(contents, f"the cache folder {cache}")
+        return check(contents, f"the cache folder {cache}")
     contents = _download(name, official)
-    made = checked(contents, str(official.address))
+    made = check(contents, str(official.address))
     with contextlib.suppress(OSError):  # a home that cannot be written to only costs a download the next time
         for file, content in contents.items():
             _write(cache / file, content)

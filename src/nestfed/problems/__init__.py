@@ -1,24 +1,8 @@
-"""Problem classes: pure functions on parameter trees that a user writes, and the oracles that an algorithm calls."""
+"""Problem classes: pure functions on parameter trees that a user writes, and the oracles that an algorithm calls.
 
-from nestfed.problems.base import ORACLE_KINDS, Problem, oracle
-from nestfed.problems.bilevel import Bilevel
-from nestfed.problems.compositional import Compositional
-from nestfed.problems.conditional import Conditional
-from nestfed.problems.constrained import Constrained
-from nestfed.problems.minimax import Minimax
-from nestfed.problems.personalised import GaussianEncoder, Personalised
-from nestfed.problems.single_level import SingleLevel
+The public names are in the stub beside this file; each is loaded when it is first used.
+"""
 
-__all__ = [
-    "ORACLE_KINDS",
-    "Bilevel",
-    "Compositional",
-    "Conditional",
-    "Constrained",
-    "GaussianEncoder",
-    "Minimax",
-    "Personalised",
-    "Problem",
-    "SingleLevel",
-    "oracle",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

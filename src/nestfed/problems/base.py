@@ -63,7 +63,7 @@ class Problem:
         flat = tuple(layout.flatten(tree) for layout, tree in zip(layouts, trees, strict=True))
         return dataclasses.replace(self, layouts=layouts), flat
 
-    def fitted(self, data: Rows, weights: Array) -> "Problem":
+    def fit_to(self, data: Rows, weights: Array) -> "Problem":
         """Return this problem with what it takes from the clients' data and weights; by default it takes nothing."""
         return self
 
@@ -82,7 +82,7 @@ class Problem:
 
     def feasible_x(self, x: Array) -> Array:
         """Apply `project_x` to the flat vector; this costs nothing unless the user defined a projection."""
-        return self._projected(0, "project_x", x)
+        return self._project(0, "project_x", x)
 
     def missing(self, signature: str) -> UserError:
         return UserError(f"{type(self).__name__} is {self.family}: it must define {signature}.")
@@ -96,7 +96,7 @@ class Problem:
         """Tell whether the user defined this method, or the class has its default."""
         return getattr(type(self), method) is not getattr(self.problem_class(), method)
 
-    def _projected(self, variable: int, method: str, vector: Array) -> Array:
+    def _project(self, variable: int, method: str, vector: Array) -> Array:
         if not self.defines(method):
             return vector
         return self.layouts[variable].flatten(getattr(self, method)(self.tree(variable, vector)))

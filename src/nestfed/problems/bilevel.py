@@ -40,7 +40,7 @@ class Bilevel(Problem):
         return y
 
     def feasible_y(self, y: Array) -> Array:
-        return self._projected(1, "project_y", y)
+        return self._project(1, "project_y", y)
 
     def upper_flat(self, x, y, sample: Sample):
         return self.upper(self.tree(0, x), self.tree(1, y), sample.batch, sample.key)

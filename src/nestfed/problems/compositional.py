@@ -65,20 +65,20 @@ class Compositional(Problem):
         value = self.inner(self.tree(0, x), sample.batch, sample.key)
         return value.reshape(-1) if is_scaled(value) else jnp.ravel(value)
 
-    def shaped(self, y, sample: Sample):
+    def reshape(self, y, sample: Sample):
         """Return a flat inner value in the shape that the user's `inner` gives it."""
         params = self.tree(0, jnp.zeros(self.layouts[0].size, jax.tree.leaves(y)[0].dtype))
         value: Any = jax.eval_shape(lambda: self.inner(params, sample.batch, sample.key))
         return y.reshape(value.value.shape if is_scaled(value) else value.shape)
 
     def outer_flat(self, y, sample: Sample):
-        return self.outer(self.shaped(y, sample), sample.batch, sample.key)
+        return self.outer(self.reshape(y, sample), sample.batch, sample.key)
 
     def into_domain(self, y, sample: Sample):
         """(the nearest value in the domain of `outer`, 1.0 if that is another one): note what you project."""
         if not self.defines("project_y"):
             return y, jnp.zeros(())
-        projected: Any = self.project_y(self.shaped(y, sample))
+        projected: Any = self.project_y(self.reshape(y, sample))
         projected = projected.reshape(-1)
         moved = (projected - y).value if is_scaled(y) else projected - y
         return projected, jnp.any(moved != 0).astype(float)

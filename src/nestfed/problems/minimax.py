@@ -40,7 +40,7 @@ class Minimax(Problem):
         return counts / counts.sum()
 
     def feasible_alpha(self, alpha: Array) -> Array:
-        return self._projected(1, "project_alpha", alpha)
+        return self._project(1, "project_alpha", alpha)
 
     def value_flat(self, x, alpha, sample: Sample):
         return self.value(self.tree(0, x), self.tree(1, alpha), sample.batch, sample.key)

@@ -160,14 +160,14 @@ class GaussianEncoder(Personalised):
         mean, raw = jnp.split(features, 2, axis=-1)
         return mean, jax.nn.softplus(raw)
 
-    def drawn(self, function: Callable[[Array], Array], features: Array, key: Array) -> Array:
+    def average_draws(self, function: Callable[[Array], Array], features: Array, key: Array) -> Array:
         """Return the mean of function(z) over draws of z."""
         mean, deviation = self.gaussians(features)
         noise = jax.random.normal(key, (self.draws, *mean.shape), mean.dtype)
         return jnp.mean(jax.vmap(lambda e: function(mean + deviation * e))(noise), 0)
 
     def answers(self, v, z, key):
-        return self.drawn(lambda z: self.head(v, z), z, key)
+        return self.average_draws(lambda z: self.head(v, z), z, key)
 
     def fit(self, v, z, labels, key):
-        return self.drawn(lambda z: self.loss(self.head(v, z), labels), z, key)
+        return self.average_draws(lambda z: self.loss(self.head(v, z), labels), z, key)

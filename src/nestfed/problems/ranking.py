@@ -204,7 +204,9 @@ class AreaUnderRoc(Minimax):
         return super().metrics(server, client, dataclasses.replace(data, constants=None), fed)
 
 
-def ranked(scores: Array, positive: Array, segment: Array, segments: int, recall: float) -> tuple[Array, Array]:
+def find_precisions(
+    scores: Array, positive: Array, segment: Array, segments: int, recall: float
+) -> tuple[Array, Array]:
     """Return (average precision, best precision at this recall or a larger one) of every segment of rows, exactly; both
     are NaN for a segment without positives. Rows of equal score come together."""
     place = jnp.arange(scores.size)

@@ -63,7 +63,7 @@ class KL(Compositional, WeighsRows):
     def factor(self) -> Any:
         return self.price if self.scale == "lambda" else 1.0
 
-    def fitted(self, data, weights):
+    def fit_to(self, data, weights):
         if self.largest_weight is not None:
             return self
         sizes = np.asarray(data.sizes, float)

@@ -52,8 +52,8 @@ def curves(
     """Mean and band over seeds of every method against rounds, bytes or oracle calls; dashes where a stage begins."""
     if against not in AXES:
         raise UserError(f"curves against {against!r} were asked for; known are {', '.join(AXES)}.")
-    if metric not in statistics.recorded(history):
-        known = ", ".join(statistics.recorded(history)) or "none"
+    if metric not in statistics.list_metrics(history):
+        known = ", ".join(statistics.list_metrics(history)) or "none"
         raise UserError(f"the metric {metric!r} was not recorded over time; recorded are: {known}.")
     methods = methods or looks({method: method for method in history["method"].unique()})
     with _style():
@@ -350,7 +350,7 @@ def write_all(record: Record, folder: Path) -> list[Path]:
     """The figures that a paper or a talk would take, as PNG and SVG; the page can show all the others."""
     made: dict[str, Figure] = {}
     history, drawn = statistics.sound_history(record), looks_of(record)
-    known = statistics.recorded(history)
+    known = statistics.list_metrics(history)
     telling = [name for name in (m.name for m in record.metrics) if name in known]
     chosen = [name for name in (record.about.get("select"),) if name in known and name not in telling]
     for metric in (*telling, *chosen):
@@ -361,7 +361,7 @@ def write_all(record: Record, folder: Path) -> list[Path]:
     for metric in table["metric"].unique()[:3]:
         for kind in statistics.rows(table, metric=metric)["kind"].unique():
             made[file_name("bars", metric, kind)] = slice_bars(record, metric, kind=kind)
-    if len(record.metrics) > 1 and len(statistics.finished(record)):
+    if len(record.metrics) > 1 and len(statistics.select_finished(record)):
         made["trade-off"] = trade_off(record)
     if record.chart is not None:
         made[record.chart.name] = chart(record)

@@ -208,7 +208,7 @@ def _cell(own: statistics.Entry, metric: Metric, best: bool, reach: float, metho
 def _numbers(record: Record, table: pd.DataFrame) -> dict[str, Any]:
     """What page.js draws."""
     history = statistics.sound_history(record)
-    recorded = statistics.recorded(history)
+    recorded = statistics.list_metrics(history)
     first = [metric.name for metric in record.metrics if metric.name in recorded]
     names = first + [name for name in recorded if name not in first]
     digits = {metric.name: metric.digits for metric in record.metrics}

@@ -38,7 +38,7 @@ class Paired(NamedTuple):
 NO_PAIRS = Paired(np.nan, np.nan, np.nan, np.nan, 0)
 
 
-def paired(a: pd.Series, b: pd.Series) -> Paired:
+def pair(a: pd.Series, b: pd.Series) -> Paired:
     """a - b, both indexed by seed, on the seeds for which both are finite."""
     for series in (a, b):
         if not series.index.is_unique:
@@ -81,7 +81,7 @@ def rows_with(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     return frame.take(np.flatnonzero(np.isfinite(frame[column].to_numpy(float))))
 
 
-def finished(record: Record) -> pd.DataFrame:
+def select_finished(record: Record) -> pd.DataFrame:
     """The rows of `final` that count: runs that diverged or were cut short say nothing about a finished one."""
     return rows(record.final, status="finished")
 
@@ -99,7 +99,7 @@ def headline(record: Record) -> pd.DataFrame:
     where it began) and for every metric the columns "<name> mean", "std", "n", "difference" (to the baseline), "low",
     "high", "p" and "pairs" (common seeds). The baseline has no difference to itself.
     """
-    good = finished(record)
+    good = select_finished(record)
     values = {method: rows(good, method=method).set_index("seed") for method in record.methods}
     baseline = baseline_of(record)
     lines = []
@@ -126,7 +126,7 @@ def _column(values: pd.DataFrame, metric: Metric) -> pd.Series:
 def _compare(own: pd.Series, reference: pd.Series | None, metric: Metric) -> dict[str, Any]:
     good = _finite(own)
     mean, std = (good.mean(), good.std(ddof=0)) if len(good) else (np.nan, np.nan)
-    numbers = (mean, std, len(good), *(NO_PAIRS if reference is None else paired(own, reference)))
+    numbers = (mean, std, len(good), *(NO_PAIRS if reference is None else pair(own, reference)))
     return {f"{metric.name} {name}": value for name, value in zip(STATISTICS, numbers, strict=True)}
 
 
@@ -152,7 +152,7 @@ def best(table: pd.DataFrame, metric: Metric) -> str | None:
     return str(means.idxmax() if metric.better == "higher" else means.idxmin())
 
 
-def recorded(history: pd.DataFrame) -> list[str]:
+def list_metrics(history: pd.DataFrame) -> list[str]:
     """The metrics that were recorded over time and have a finite value somewhere."""
     numeric = history.drop(columns=[key for key in HISTORY_KEYS if key in history]).select_dtypes("number")
     return [name for name in numeric if np.isfinite(numeric[name].to_numpy(float)).any()]
@@ -200,13 +200,13 @@ def stage_changes(curve: pd.DataFrame, against: str) -> list[tuple[float, str]]:
 
 def lines(record: Record) -> pd.DataFrame:
     """Mean, std and n over finished seeds of the lines of the chart, for every method, slice and x."""
-    good = record.lines.merge(finished(record)[["method", "seed"]], on=["method", "seed"])
+    good = record.lines.merge(select_finished(record)[["method", "seed"]], on=["method", "seed"])
     return _moments(good.groupby(["method", "slice", "x"], sort=False)["y"]).reset_index()
 
 
 def slices(record: Record) -> pd.DataFrame:
     """Mean, std and n over finished seeds for every method, kind, slice, split and metric, in the order of the data."""
-    good = record.slices.merge(finished(record)[["method", "seed"]], on=["method", "seed"])
+    good = record.slices.merge(select_finished(record)[["method", "seed"]], on=["method", "seed"])
     good = rows_with(good, "value")
     keys = ["method", "kind", "slice", "split", "metric"]
     return _moments(good.groupby(keys, sort=False)["value"]).reset_index()

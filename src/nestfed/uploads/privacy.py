@@ -91,7 +91,7 @@ class Guarantee(abc.ABC):
         if self.mechanism == "paper":
             return math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
         with np.errstate(all="ignore"):  # the search passes where a logarithm of zero is taken
-            return float(_accounting().get_sigma_gaussian(self.epsilon, self.delta))
+            return float(_load_accounting().get_sigma_gaussian(self.epsilon, self.delta))
 
     @property
     def true_factor(self) -> int:
@@ -160,20 +160,20 @@ class CentralDP(Guarantee):
 Uploads = Transform | Guarantee | Sequence[Transform | Guarantee]
 
 
-def _listed(uploads: Any) -> tuple[Any, ...]:
+def _list(uploads: Any) -> tuple[Any, ...]:
     return (uploads,) if isinstance(uploads, (Transform, Guarantee)) else tuple(uploads)
 
 
 def guarantee_of(uploads: Uploads) -> Guarantee | None:
     """The guarantee among what was given as `uploads`."""
-    return next((entry for entry in _listed(uploads) if isinstance(entry, Guarantee)), None)
+    return next((entry for entry in _list(uploads) if isinstance(entry, Guarantee)), None)
 
 
 def transforms_of(uploads: Uploads) -> tuple[Transform, ...]:
     """What was given as `uploads`, checked, as transforms in their order."""
     transforms: list[Transform] = []
     guarantees: list[Guarantee] = []
-    for entry in _listed(uploads):
+    for entry in _list(uploads):
         if isinstance(entry, Guarantee):
             guarantees.append(entry)
             transforms.extend(entry.transforms)
@@ -216,7 +216,7 @@ class Spending:
     repeatable: bool = False  # was the noise drawn from a number? Then it protects nobody
 
     def __post_init__(self):
-        _accounting()  # what is missing shows before anything runs
+        _load_accounting()  # what is missing shows before anything runs
 
     def epsilon(self, rounds: int) -> float:
         """After so many rounds."""
@@ -303,7 +303,7 @@ def _exact(parts: Sequence[tuple[Spending, int]], delta: float) -> float:
     if precision == 0:
         return 0.0
     with np.errstate(all="ignore"):  # the search passes where a logarithm of zero is taken
-        return float(_accounting().get_epsilon_gaussian(1 / math.sqrt(precision), delta))
+        return float(_load_accounting().get_epsilon_gaussian(1 / math.sqrt(precision), delta))
 
 
 def _by_loss_distributions(parts: Sequence[Any], poisson: Sequence[tuple[Spending, int]], delta: float) -> float:
@@ -325,7 +325,7 @@ def _by_loss_distributions(parts: Sequence[Any], poisson: Sequence[tuple[Spendin
 @functools.lru_cache(maxsize=64)
 def _loss_distribution(noise: float, chance: float, neighbours: str) -> Any:
     """Of one round, for noise / clip and the probability to be in it."""
-    accounting = _accounting()
+    accounting = _load_accounting()
     relation = accounting.NeighboringRelation
     return accounting.pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise,
@@ -335,23 +335,23 @@ def _loss_distribution(noise: float, chance: float, neighbours: str) -> Any:
 
 
 def _by_renyi_divergences(parts: Sequence[Any], fixed: Sequence[tuple[Spending, int]], delta: float) -> float:
-    accounting = _accounting()
+    accounting = _load_accounting()
     divergence: Any = _precision(parts, fixed) * _orders() / 2
     for spending, rounds in fixed:
         multiplier = spending.noise_multiplier / math.sqrt(spending.round)
-        divergence = divergence + rounds * _sampled(multiplier, int(spending.cohort or 0), spending.clients)
+        divergence = divergence + rounds * _bound_cohort(multiplier, int(spending.cohort or 0), spending.clients)
     with np.errstate(all="ignore"):
         return float(accounting.rdp.compute_epsilon(_orders(), divergence, delta)[0])
 
 
 def _orders() -> np.ndarray:
-    return np.asarray(_accounting().rdp.RdpAccountant().orders, float)
+    return np.asarray(_load_accounting().rdp.RdpAccountant().orders, float)
 
 
 @functools.lru_cache(maxsize=64)
-def _sampled(multiplier: float, cohort: int, clients: int) -> np.ndarray:
+def _bound_cohort(multiplier: float, cohort: int, clients: int) -> np.ndarray:
     """Renyi divergences of one round of a cohort drawn without replacement."""
-    accounting = _accounting()
+    accounting = _load_accounting()
     accountant = accounting.rdp.RdpAccountant(neighboring_relation=accounting.NeighboringRelation.REPLACE_ONE)
     with np.errstate(all="ignore"):
         accountant.compose(
@@ -360,7 +360,7 @@ def _sampled(multiplier: float, cohort: int, clients: int) -> np.ndarray:
     return np.asarray(accountant.rdp, float)
 
 
-def _accounting() -> Any:
+def _load_accounting() -> Any:
     try:
         import dp_accounting
         import dp_accounting.pld.privacy_loss_distribution

@@ -191,13 +191,13 @@ class Quantise(Transform):
     def apply(self, tree: PyTree, key: Array) -> PyTree:
         levels = 2 ** (self.bits - 1) - 1
 
-        def rounded(a, key):
+        def round_randomly(a, key):
             largest = jnp.max(jnp.abs(a))
             unit = jnp.where(largest > 0, largest, 1) / levels
             below = jnp.floor(a / unit)
             return unit * (below + (jax.random.uniform(key, a.shape, a.dtype) < a / unit - below))
 
-        return _each(rounded, tree, key)
+        return _each(round_randomly, tree, key)
 
     def pack(self, parcel: Parcel) -> Parcel:
         return parcel._replace(bits=min(parcel.bits, self.bits), extra=parcel.extra + parcel.itemsize)
@@ -244,17 +244,17 @@ def subtract_reference(tree: PyTree, around: PyTree) -> PyTree:
             f"{jnp.shape(values)}; give a reference of the same shape, or None."
         )
 
-    return _matched(difference, around, tree)
+    return _map_together(difference, around, tree)
 
 
 def add_reference(tree: PyTree, around: PyTree) -> PyTree:
     """The answer from the mean of the news."""
     if around is None:
         return tree
-    return _matched(lambda reference, values: values if reference is None else reference + values, around, tree)
+    return _map_together(lambda reference, values: values if reference is None else reference + values, around, tree)
 
 
-def _matched(function: Callable, around: PyTree, tree: PyTree) -> PyTree:
+def _map_together(function: Callable, around: PyTree, tree: PyTree) -> PyTree:
     try:
         return jax.tree.map(function, around, tree, is_leaf=lambda a: a is None or is_scaled(a))
     except ValueError as error:

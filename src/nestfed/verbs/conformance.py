@@ -157,7 +157,7 @@ def _the_order_of_clients_does_not_matter(algorithm: Algorithm, task: Task) -> N
     order = np.roll(np.arange(task.clients), 1).tolist()
     mine = lambda a: None if a is None else np.asarray(a)[order]
     turned = dataclasses.replace(
-        task, data=task.data.reordered(order), weights=mine(task.weights), local_steps=mine(task.local_steps)
+        task, data=task.data.reorder(order), weights=mine(task.weights), local_steps=mine(task.local_steps)
     )
     server, clients = _states(_run(algorithm, task))
     other_server, other_clients = _states(_run(algorithm, turned))

@@ -63,7 +63,7 @@ class History:
         self._noted: dict[str, list[np.ndarray]] = {}  # [rounds, (sum, number)] each
 
     @classmethod
-    def restored(cls, arrays: dict[str, np.ndarray]) -> "History":
+    def restore(cls, arrays: dict[str, np.ndarray]) -> "History":
         """From what `arrays` gave."""
         history = cls()
         history._noted = {name.removeprefix(NOTED): [a] for name, a in arrays.items() if name.startswith(NOTED)}

@@ -156,7 +156,7 @@ class Node:
         told = None if self._noise is None else self._noise.hear(ticket)
         if "asked" in self.store and self._numbers("asked")[:2] == [ticket.round, ticket.exchange]:
             return None if self._numbers("asked")[2] else self.store["question"]
-        ticket = ticket._replace(server=self._completed(ticket.server))
+        ticket = ticket._replace(server=self._complete(ticket.server))
         reached, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
         program = list_steps(self.algorithm, ticket.round)
         noise = self._test_noise
@@ -249,7 +249,7 @@ class Node:
         structure = jax.tree.structure(self.algorithm.split(self._first)[1])
         return jax.tree.unflatten(structure, self.store[name][1:])
 
-    def _completed(self, server: Any) -> Any:
+    def _complete(self, server: Any) -> Any:
         """The broadcast with NaN for the server's own fields: they may enter nothing that a client keeps or sends."""
         if server is None:
             return None
@@ -392,7 +392,7 @@ class Server:
                 answering = dict(send({i: ticket(i, exchange, reply) for i, reply in replies.items()}))
             log.append(known)
             state = self._try_step(step, state, call, known)["done"]
-        return self._shared(round, server, call, log, all_finite)
+        return self._find_shared(round, server, call, log, all_finite)
 
     def _try_step(self, step: Step, state: Any, call: Call, known: list[Leaves]) -> Any:
         """The shapes of what comes out of a step with these answers."""
@@ -435,7 +435,7 @@ class Server:
     def _hidden_client(self) -> Any:
         return _hide(self.algorithm.split(_find_shapes(self.algorithm, self.task, self.key))[1])
 
-    def _shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]], all_finite: bool) -> Any:
+    def _find_shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]], all_finite: bool) -> Any:
         steps = tuple(list_steps(self.algorithm, round))
         new = _replay_round(self.algorithm, self.task, steps, server, self._hidden_client(), call, log)
         spoilt = [

@@ -1,7 +1,7 @@
 """Clients' own models: what they are worth to each client, fine-tuning, prediction, and clients that come later.
 
     PersonalTask   records how well every client's model does on that client's own rows, put aside or not
-    fine_tuned     a model after some steps on a client's rows: FedAvg with fine-tuning, the end of FedBABU
+    fine_tune     a model after some steps on a client's rows: FedAvg with fine-tuning, the end of FedBABU
     model_of, predict      a chosen client's model, and what it answers
     adapt          a client that was not there in training learns its own part; the server does not change
 
@@ -30,7 +30,7 @@ from nestfed.verbs.simulation import Result, advance, start
 TRAINED = ("head", "all")
 
 
-def fine_tuned(
+def fine_tune(
     problem: Personalised,
     u: Array,
     v: Array,
@@ -76,7 +76,7 @@ class PersonalTask(Task):
     <part>_loss, <part>_accuracy        means over clients, by the task's weights; accuracy where there are classes
     <part>_accuracy_deviation, _lowest, _worst_decile, _median
                                         of the clients' accuracies; a worst decile of a: 90 % of the clients have more
-    tuned_<part>_...                    the same after `fine_tuned` on the training rows, if fine_tune_steps > 0
+    tuned_<part>_...                    the same after `fine_tune` on the training rows, if fine_tune_steps > 0
     representation_norm                 mean |phi|: a distance of representations also falls if these shrink
     representation_distance             H, as a mean over rows, and
     center_distance                     |u_k - u_0|, where there is a common extractor u_0
@@ -118,7 +118,7 @@ class PersonalTask(Task):
             own |= self._worth(part, u, v, rows, fed.key)
         if self.fine_tune_steps:
             settings: dict[str, Any] = {"lr": self.fine_tune_lr, "what": self.fine_tune, "batch_size": self.batch_size}
-            tuned = fine_tuned(self.problem, u, v, data, fed.key, steps=self.fine_tune_steps, **settings)
+            tuned = fine_tune(self.problem, u, v, data, fed.key, steps=self.fine_tune_steps, **settings)
             for part, rows in parts.items():
                 own |= self._worth(f"tuned_{part}", *tuned, rows, fed.key)
         own |= self._inside(server, client, u, data, fed.key)

@@ -193,7 +193,7 @@ class _Work:
         if path and path.exists():
             like = jax.eval_shape(lambda: rounds.start(inputs, plan))
             self.run, log = checkpoints.load(path, self.identity, like)
-            self.history = History.restored(log)
+            self.history = History.restore(log)
             if self.done > self.rounds:
                 raise checkpoints.CheckpointError(
                     f"{path} has done {self.done} rounds already, more than rounds={self.rounds}; it was left as it is."

@@ -10,7 +10,7 @@ from nestfed.experiments.auprc.plan import CHOSEN_BY, QUICK, TITLES, Plan, Train
 from nestfed.experiments.cells import in_words
 from nestfed.experiments.claims import Claim, all_above
 from nestfed.experiments.frame import Experiment, Page
-from nestfed.report.statistics import paired
+from nestfed.report.statistics import pair
 
 COUNTS = "test_average_precision"
 OURS = ("fcsg", "fcsg-m", "acc-fcsg-m")
@@ -73,7 +73,7 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     for number, (data, about) in enumerate(trainings.plan.data, 1):
         final = {method: trainings.cell(f"{data}:{method}").final(COUNTS) for method in trainings.plan.methods}
         above = lambda pairs, final=final: {
-            f"{TITLES[one]} minus {TITLES[other]}": paired(final[one], final[other])
+            f"{TITLES[one]} minus {TITLES[other]}": pair(final[one], final[other])
             for one, other in pairs
             if one in final and other in final
         }

@@ -16,7 +16,7 @@ from nestfed.core.types import Array, PyTree
 from nestfed.data.images import FederatedImages, normalise
 from nestfed.experiments.image_tasks import in_blocks
 from nestfed.models import ImageModel
-from nestfed.problems.ranking import AreaUnderRoc, ranked
+from nestfed.problems.ranking import AreaUnderRoc, find_precisions
 from nestfed.problems.robust import MeanLoss
 
 
@@ -63,7 +63,7 @@ class RankedImages(Task):
         for name, images in self.aside.items():
             scores = in_blocks(lambda batch: self.scores(params, batch), images).reshape(-1)
             together = jnp.zeros_like(images["label"])
-            precision, _ = ranked(scores, images["label"] == 1, together, 1, 1.0)
+            precision, _ = find_precisions(scores, images["label"] == 1, together, 1, 1.0)
             recorded[f"{name}_average_precision"] = precision[0]
         return recorded
 

@@ -26,7 +26,7 @@ from nestfed.experiments.dro_fairness.plan import (
     Trainings,
 )
 from nestfed.experiments.frame import Experiment, Page, markdown
-from nestfed.report.statistics import Paired, paired
+from nestfed.report.statistics import Paired, pair
 from nestfed.report.style import file_name, number, spread
 
 SHOWN = {
@@ -199,7 +199,7 @@ def check_claims(trainings: Trainings) -> list[Claim]:
 
 
 def _minus(trainings: Trainings, one: Training, other: Training, metric: str, after: str) -> Paired:
-    return paired(trainings.measured(one, after)[metric], trainings.measured(other, after)[metric])
+    return pair(trainings.measured(one, after)[metric], trainings.measured(other, after)[metric])
 
 
 def _method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]:
@@ -286,7 +286,7 @@ def _clients_claims(trainings: Trainings) -> list[Claim]:
         """With the settings that the most clients chose."""
         setting = trainings.preferred(Training("feddro", many, steps), "rounds")
         one, other = (trainings.measured(Training("feddro", n, steps), "rounds", setting)[metric] for n in (many, few))
-        return paired(one, other)
+        return pair(one, other)
 
     results = {}
     for steps, part in itertools.product(plan.few_clients_steps, ("train", "test")):

@@ -21,7 +21,7 @@ from nestfed.experiments.dro_images.plan import (
     parts,
 )
 from nestfed.experiments.frame import Experiment, Page
-from nestfed.report.statistics import Paired, paired
+from nestfed.report.statistics import Paired, pair
 
 CENTRALISED = ("fastdro", "pdsgd", "mbsgd")
 SHOWN = {
@@ -90,9 +90,7 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
 def check_claims(trainings: Trainings) -> list[Claim]:
     final = lambda name, metric: trainings.cell(name).final(metric)
     against = lambda metric: {
-        f"{TITLES[ours]} minus {TITLES[theirs]}": paired(
-            final(f"{ours}-1-iid", metric), final(f"{theirs}-1-iid", metric)
-        )
+        f"{TITLES[ours]} minus {TITLES[theirs]}": pair(final(f"{ours}-1-iid", metric), final(f"{theirs}-1-iid", metric))
         for ours in PROPOSED
         for theirs in CENTRALISED
     }
@@ -103,14 +101,14 @@ def check_claims(trainings: Trainings) -> list[Claim]:
         for method in PROPOSED
     }
     further = {
-        f"{TITLES[method]}, {last} local steps minus {middle}": paired(
+        f"{TITLES[method]}, {last} local steps minus {middle}": pair(
             final(f"{method}-{last}-iid", "test_accuracy"), final(f"{method}-{middle}-iid", "test_accuracy")
         )
         for method in PROPOSED
     }
     server = {
-        "train accuracy": paired(final("ds-feddro-1-iid", "train_accuracy"), final("feddro-1-iid", "train_accuracy")),
-        "test accuracy": paired(final("ds-feddro-1-iid", "test_accuracy"), final("feddro-1-iid", "test_accuracy")),
+        "train accuracy": pair(final("ds-feddro-1-iid", "train_accuracy"), final("feddro-1-iid", "train_accuracy")),
+        "test accuracy": pair(final("ds-feddro-1-iid", "test_accuracy"), final("feddro-1-iid", "test_accuracy")),
     }
     training, test = against("train_accuracy"), against("test_accuracy")
     return [
@@ -137,7 +135,7 @@ def check_claims(trainings: Trainings) -> list[Claim]:
 def _at_equal_rounds(trainings: Trainings, method: str, local_steps: int) -> Paired:
     many, one = trainings.cell(f"{method}-{local_steps}-iid"), trainings.cell(f"{method}-1-iid")
     known = int(np.searchsorted(one.round, many.round[-1]))  # the first evaluation with at least as many rounds
-    return paired(many.final("test_accuracy"), pd.Series(one.metrics["test_accuracy"][0, :, known], one.seeds))
+    return pair(many.final("test_accuracy"), pd.Series(one.metrics["test_accuracy"][0, :, known], one.seeds))
 
 
 def figure_one(trainings: Trainings) -> Figure:

@@ -27,7 +27,7 @@ from nestfed.experiments.plots import panels
 from nestfed.report import figures
 from nestfed.report.figures import MUTED, STYLE
 from nestfed.report.record import Record
-from nestfed.report.statistics import finished, paired
+from nestfed.report.statistics import pair, select_finished
 from nestfed.report.style import looks
 from nestfed.report.tables import headline
 
@@ -113,10 +113,10 @@ def closest_readings(explored: pd.DataFrame) -> pd.DataFrame:
 
 def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
     """Every claim with the differences that decide it."""
-    final: dict[Any, Any] = {cell: finished(record) for cell, record in records.items()}
+    final: dict[Any, Any] = {cell: select_finished(record) for cell, record in records.items()}
     value = lambda cell, method, metric: final[cell][final[cell].method == method].set_index("seed")[metric]
     against = lambda metric: {
-        (method, cell): paired(value(cell, method, metric), value(cell, "fedavg", metric))
+        (method, cell): pair(value(cell, method, metric), value(cell, "fedavg", metric))
         for method in ("fedbio", "fedbioacc")
         for cell in records
     }
@@ -126,11 +126,11 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
     eqopp = named(against("test_eqopp"))
     accuracy = {case: at_level(result, -0.01) for case, result in named(against("test_accuracy")).items()}
     half = lambda method: {
-        name(method, cell): paired(_rounds_to_fedbio(record, method), _half_of_the_rounds(record))
+        name(method, cell): pair(_rounds_to_fedbio(record, method), _half_of_the_rounds(record))
         for cell, record in records.items()
     }
     slower = {
-        name(method, (data, "ratios:2:2:6")): paired(
+        name(method, (data, "ratios:2:2:6")): pair(
             _rounds_to_settle(records[data, "ratios:2:2:6"], method), _rounds_to_settle(records[data, "iid"], method)
         )
         for method in ("fedbio", "fedbioacc")
@@ -141,8 +141,8 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
     for method in ("fedreg", "fcfl"):
         for data in dict.fromkeys(data for data, _ in records):
             before, after = advantage(method, (data, "iid")), advantage(method, (data, "ratios:2:2:6"))
-            lost[name(method, (data, "ratios:2:2:6"))] = paired(after, before)
-            had.append(paired(before, before * 0).low > 0)
+            lost[name(method, (data, "ratios:2:2:6"))] = pair(after, before)
+            had.append(pair(before, before * 0).low > 0)
     return [
         Claim(
             "1", "FedBiO and FedBiOAcc have a lower test EqOpp gap than FedAvg in all four settings.",

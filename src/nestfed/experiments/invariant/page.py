@@ -28,7 +28,7 @@ from nestfed.experiments.invariant.plan import (
 )
 from nestfed.experiments.invariant.task import InnerMeanDrawn, expected_softplus, true_model
 from nestfed.report.figures import INK, MUTED, STYLE
-from nestfed.report.statistics import paired
+from nestfed.report.statistics import pair
 from nestfed.report.style import Look, looks
 
 ALIKE = 0.002  # accuracies no further apart than this are called alike
@@ -158,27 +158,25 @@ def check_claims(trainings: Trainings) -> list[Claim]:
         return sign * (end(many) - end(few))
 
     needs = {
-        f"{title}, {words}": paired(gap(method, loud, metric), gap(method, quiet, metric))
+        f"{title}, {words}": pair(gap(method, loud, metric), gap(method, quiet, metric))
         for method, title in COMPOSED.items()
         for metric, words in (("test_accuracy", "test accuracy"), ("objective", "F"))
     }
     end = lambda method, noise: trainings.final(method, noise, many, "test_accuracy")
-    alike = {f"noise {noise:g}": paired(end("fcsg-m", noise), end("fcsg", noise)) for noise in plan.noises}
+    alike = {f"noise {noise:g}": pair(end("fcsg-m", noise), end("fcsg", noise)) for noise in plan.noises}
     between = lambda spread, method: {
-        f"m = {views}, noise {noise:g}": paired(
-            *(spread(trainings.part(one, noise, views)) for one in (method, "fcsg"))
-        )
+        f"m = {views}, noise {noise:g}": pair(*(spread(trainings.part(one, noise, views)) for one in (method, "fcsg")))
         for views in plan.views[:-1]
         for noise in plan.noises
     }
     rounds, seeds = between(spread_over_rounds, "fcsg-m"), between(spread_over_seeds, "fcsg-m")
     accelerated = between(spread_over_rounds, "acc-fcsg-m")
     gains = {
-        f"noise {noise:g}": paired(gap("fcsg", noise, "objective"), gap(CONTRAST, noise, "objective"))
+        f"noise {noise:g}": pair(gap("fcsg", noise, "objective"), gap(CONTRAST, noise, "objective"))
         for noise in plan.noises
     }
     nothing = pd.Series(0.0, range(plan.seeds))
-    stays = {f"noise {noise:g}": paired(gap(CONTRAST, noise, "objective"), nothing) for noise in plan.noises}
+    stays = {f"noise {noise:g}": pair(gap(CONTRAST, noise, "objective"), nothing) for noise in plan.noises}
     return [
         Claim(
             "1", f"Larger noise needs larger m: what m = {few} loses against m = {many} grows with the noise.",

@@ -24,7 +24,7 @@ from nestfed.experiments.maml.plan import (
     Trainings,
     name_of,
 )
-from nestfed.report.statistics import Paired, paired
+from nestfed.report.statistics import Paired, pair
 
 FAR = 0.05  # "far above": by more than five points of accuracy
 
@@ -109,7 +109,7 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
 
     def against(study: str, part: str, score: str) -> dict[str, Paired]:
         return {
-            f"{_title(study, part)}, {TITLES[ours]} minus {TITLES[theirs]}": paired(
+            f"{_title(study, part)}, {TITLES[ours]} minus {TITLES[theirs]}": pair(
                 final(study, part, ours, score), final(study, part, theirs, score)
             )
             for ours, theirs in itertools.product(PROPOSED, BASELINES)
@@ -129,7 +129,7 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
         )  # fmt: skip
     if len(shots) > 1:
         gain = {
-            TITLES[method]: paired(
+            TITLES[method]: pair(
                 final("omniglot", shots[-1], method, "test_accuracy"),
                 final("omniglot", shots[0], method, "test_accuracy"),
             )

@@ -25,7 +25,7 @@ from nestfed.experiments.personal.plan import (
     Trainings,
 )
 from nestfed.report import figures
-from nestfed.report.statistics import Paired, paired
+from nestfed.report.statistics import Paired, pair
 from nestfed.report.style import looks
 
 TUNED = ("fedavg-whole", "fedbabu")  # one model for all, meant to be fine-tuned: judged after that
@@ -170,7 +170,7 @@ def diagnostics_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
 def check_claims(results: Mapping[str, Mapping[str, Cell]]) -> list[Claim]:
     def against(ours: tuple[str, ...], theirs: str) -> dict[str, Paired]:
         return {
-            f"{data}, {TITLES[method]} minus {TITLES[theirs]}": paired(
+            f"{data}, {TITLES[method]} minus {TITLES[theirs]}": pair(
                 cells[method].final(judged_by(method)), cells[theirs].final(judged_by(theirs))
             )
             for (data, cells), method in itertools.product(results.items(), ours)

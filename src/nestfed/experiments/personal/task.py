@@ -21,7 +21,7 @@ from nestfed.data.images import normalise, random_crop_flip
 from nestfed.experiments.personal.data import PersonalImages
 from nestfed.models import CNN, Convolution, ImageModel, dense, init_dense
 from nestfed.problems import GaussianEncoder, Personalised
-from nestfed.verbs.personalise import PersonalTask, adapt, fine_tuned
+from nestfed.verbs.personalise import PersonalTask, adapt, fine_tune
 
 
 def five_layers(*channels: int, outputs: int = 10) -> CNN:
@@ -117,7 +117,7 @@ def _accuracies(task: PersonalTask, server: Any, client: Any, key: Array) -> tup
     problem, test = task.problem, task.test
     assert test is not None
     u, v = problem.model_of(server, client)
-    tuned = fine_tuned(
+    tuned = fine_tune(
         problem, u, v, task.data.client(0), key, steps=task.fine_tune_steps, lr=task.fine_tune_lr,
         what=task.fine_tune, batch_size=task.batch_size,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from nestfed.experiments.frame import Experiment, Page
 from nestfed.experiments.personal.page import VISIBLE, judged_by
 from nestfed.experiments.personal.plan import FLOOR, TITLES
 from nestfed.experiments.privacy.plan import METHODS, QUICK, RELEASES, Plan, Trainings, parts
-from nestfed.report.statistics import Paired, paired
+from nestfed.report.statistics import Paired, pair
 from nestfed.uploads import privacy
 from nestfed.uploads.transforms import CLIPPED, SIGNAL
 
@@ -95,7 +95,7 @@ def check_claims(plan: Plan, results: Mapping[str, Cell]) -> list[Claim]:
 
     def against(method: str, reference: str, release: str) -> dict[str, Paired]:
         return {
-            f"{data}, {TITLES[method]}, {RELEASES[release]}, {value:g}": paired(
+            f"{data}, {TITLES[method]}, {RELEASES[release]}, {value:g}": pair(
                 final(f"{data}-{method}-{release}", i), final(f"{data}-{reference}-plain")
             )
             for data, _ in plan.training.data

@@ -62,7 +62,7 @@ def bilevel_part(problem, x, server, client, data, fed, estimator: Any = EXACT) 
         for _ in range(NEWTON_EXCHANGES):
             search = look(search)
     else:
-        search = lax.while_loop(_Search.unfinished, look, search)
+        search = lax.while_loop(_Search.is_unfinished, look, search)
     y = search.y
 
     value, gradients, mixed = _upper_derivatives(problem, x, y, data, fed.key)
@@ -96,7 +96,7 @@ def _compositional_part(problem, x, server, client, data, fed) -> Part:
     own = inner_values(problem, x, data, fed.key)
     y = common(own)
     slope = common(_outer_slope(problem, y, data, fed.key))
-    value, gradient = _composed(problem, x, y, slope, data, fed.key)
+    value, gradient = _compose(problem, x, y, slope, data, fed.key)
     return Part(value, gradient, inner=Inner(own, y))
 
 
@@ -112,7 +112,7 @@ def _outer_slope(problem, y, data, key) -> Any:
 
 
 @jax.jit
-def _composed(problem, x, y, slope, data, key):
+def _compose(problem, x, y, slope, data, key):
     """(h + f(y), grad h + J g^T slope) over all rows."""
     extra = lambda x, batch: problem.extra(problem.tree(0, x), batch, key)
 
@@ -201,5 +201,5 @@ class _Search(NamedTuple):
         refused = self._replace(step=self.step / 4)
         return jax.tree.map(lambda a, b: jnp.where(size < self.size, a, b), accepted, refused)
 
-    def unfinished(self) -> Array:
+    def is_unfinished(self) -> Array:
         return (self.size > TOLERANCE) & (self.step > 1e-6)  # a step this short: rounding, or no minimum

@@ -30,7 +30,7 @@ def single_level(task, server, client, data, fed):
 
     gradient_deviation  max_k ||grad_k - grad||;   gradient_diameter: max_{k,j} ||grad_k - grad_j||
     """
-    values = _compared(part_of(task, server.x, server, client, data, fed), {}, fed)
+    values = _compare(part_of(task, server.x, server, client, data, fed), {}, fed)
     return values | (consensus(task, server, client, data, fed) if fed.unsynced is not None else {})
 
 
@@ -44,7 +44,7 @@ def bilevel(task, server, client, data, fed):
     """
     part = part_of(task, server.x, server, client, data, fed)
     own = {"lower_error": norm2(lower_variable(server, client) - part.lower.y), "lower_residual": part.lower.residual}
-    values = _compared(part, {"lower_solution": part.lower.y} if task.problem.scope == "local" else {}, fed)
+    values = _compare(part, {"lower_solution": part.lower.y} if task.problem.scope == "local" else {}, fed)
     errors, z = fed.mean((own, part.lower.z))
     values |= errors
     if getattr(server, "z", None) is not None:
@@ -73,7 +73,7 @@ def compositional(task, server, client, data, fed):
     common = problem.scope == "global"
     name = "inner_log" if is_scaled(part.inner.y) else "inner"
     centred = {name: _difference(part.inner.own, part.inner.y)} if common else {}
-    values = _compared(part, {}, fed, **centred)
+    values = _compare(part, {}, fed, **centred)
     follows = common and getattr(server, "y", None) is not None
     if follows:
         values[f"{name}_error"] = norm2(_difference(server.y, part.inner.y))
@@ -167,7 +167,7 @@ def curvature(task, server, client, data, fed):
     over_all_rows = lambda v: data.average(lambda batch: product(Sample(batch, fed.key), v))
     smallest, largest = extreme_eigenvalues(over_all_rows, point, fed.key)
     largest_of_all = lambda values, cohort, slot, key: [jnp.max(jnp.where(cohort.present, v, -jnp.inf)) for v in values]
-    minus_smallest, largest = _agreed([-smallest, largest], largest_of_all, fed)
+    minus_smallest, largest = _agree([-smallest, largest], largest_of_all, fed)
     return {"smallest_curvature": -minus_smallest, "largest_curvature": largest}
 
 
@@ -189,7 +189,7 @@ def lipschitz_quotient(task, server, client, data, fed):
 # ------------------------------------------------------------------------------------------------- parts of programs
 
 
-def _compared(part: Part, vectors: dict[str, Array], fed, **centred: Array) -> dict[str, Array]:
+def _compare(part: Part, vectors: dict[str, Array], fed, **centred: Array) -> dict[str, Array]:
     """Objective and gradient norm, and how much the clients' gradients and other vectors differ: the largest distance
     from the mean of `centred` ones (given as differences to it), the largest distance of two clients of `vectors`."""
     value, gradient = fed.mean((part.value, part.gradient))
@@ -206,7 +206,7 @@ def _compared(part: Part, vectors: dict[str, Array], fed, **centred: Array) -> d
         deviations = {f"{name}_deviation": farthest(v, jnp.zeros_like(v[0])) for name, v in centred.items()}
         return deviations | {f"{name}_diameter": diameter(v) for name, v in vectors.items()}
 
-    differences = _agreed((centred, {"gradient": part.gradient - gradient} | vectors), reply, fed)
+    differences = _agree((centred, {"gradient": part.gradient - gradient} | vectors), reply, fed)
     return {"objective": value, "gradient_norm2": norm2(gradient)} | differences
 
 
@@ -223,14 +223,14 @@ def _gradients(part: Part, fed) -> dict[str, Array]:
     return {"objective": value, "gradient": gradient} | _by_client(side_by_side, fed)
 
 
-def _agreed(tree: PyTree, reply: Callable, fed) -> PyTree:
+def _agree(tree: PyTree, reply: Callable, fed) -> PyTree:
     """A gather that gives all clients the same answer; only a mean can prove that to the engine."""
     return fed.mean(fed.gather(tree, reply=reply))
 
 
 def _by_client(tree: PyTree, fed) -> PyTree:
     """Everybody's values side by side, in order of ids: a cohort may come in any order."""
-    ids = _agreed((), lambda values, cohort, slot, key: cohort.ids.astype(float), fed)
+    ids = _agree((), lambda values, cohort, slot, key: cohort.ids.astype(float), fed)
     return jax.tree.map(lambda values: values[jnp.argsort(ids)], fed.gather(tree))
 
 

@@ -25,7 +25,7 @@ from nestfed.core.settings import UserError, static, struct
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TEST, TRAIN, Federated
 from nestfed.models import Perceptron
-from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision, ranked
+from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision, find_precisions
 from nestfed.report.metrics import Chart, Metric
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.tabular import (
@@ -87,8 +87,8 @@ class RankingTask(PrecisionTask):
 def measures(pool: Pool, clients: int, recall: float) -> dict[str, Array]:
     """Of every part of the data; NaN for a part without positives."""
     parts, positive = len(PARTS), pool.label == 1
-    together = ranked(pool.logit, positive, pool.part, parts, recall)
-    apart, _ = ranked(pool.logit, positive, pool.client * parts + pool.part, clients * parts, recall)
+    together = find_precisions(pool.logit, positive, pool.part, parts, recall)
+    apart, _ = find_precisions(pool.logit, positive, pool.client * parts + pool.part, clients * parts, recall)
     measured = {}
     for i, part in enumerate(PARTS):
         measured |= {
