@@ -94,6 +94,19 @@ def test_help_of_a_task_shows_its_options_and_no_others_with_what_happens_withou
         assert all(choice in line for choice in option.choices)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("compare",), "Folders of runs of one task"),
+        (("run", "fairness"), "flags win over them"),
+        (("reproduce",), "dro-fairness: Adult with noisy groups"),
+    ],
+)
+def test_help_says_what_arguments_are(words, said):
+    code, page, _ = start(*words, "--help")
+    assert code == 0 and said in " ".join(page.replace("│", " ").split())
+
+
 def test_help_says_what_happens_where_nothing_is_given():
     of_fairness, of_robust = (lines_of_flags(start("run", name, "--help")[1]) for name in ("fairness", "robust"))
     assert "[default: (fedavg, fedbio)]" in of_fairness["algorithm"]

@@ -23,6 +23,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from nestfed import workbench
 from nestfed.core.settings import UserError
+from nestfed.experiments import EXPERIMENTS
 from nestfed.workbench.fields import Option, flatten, merge_file, options_of, parse_pair, parse_value, read_settings
 from nestfed.workbench.task_options import (
     DATA,
@@ -114,8 +115,8 @@ class TaskCommand(TyperCommand):
     def __init__(self, verb: "Verb", task: type[TabularOptions]):
         self.verb, self.task, self.options = verb, task, options_of(task) | options_of(CommonOptions)
         options = sorted(self.options.values(), key=lambda option: PANELS.index(option.panel))
-        file = TyperArgument(param_decls=["file"], required=False, metavar="[FILE.toml]")
-        file.help = "Settings of a file; flags win over them."  # some versions of click forget it in the constructor
+        what = "Settings of a file; flags win over them."
+        file = TyperArgument(param_decls=["file"], required=False, metavar="[FILE.toml]", help=what)
         super().__init__(
             task.name,
             callback=self.call,
@@ -349,9 +350,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run.")], jso
 def reproduce(
     experiment: Annotated[
         str,
-        typer.Argument(
-            help="fairness, counterexample, dro-images, dro-fairness, invariant, maml, auprc, personal or privacy"
-        ),
+        typer.Argument(help="; ".join(f"{name}: {what}" for name, what in EXPERIMENTS.items()), show_default=False),
     ],
     out: Out = None,
     quick: Annotated[bool, _flag("A small version, to see that it works.")] = False,

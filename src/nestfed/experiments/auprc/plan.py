@@ -16,12 +16,11 @@ from nestfed.core.task import Task
 from nestfed.data.images import FederatedImages, Images, load_images
 from nestfed.experiments import frame
 from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
-from nestfed.experiments.auprc.task import BinaryLosses, ImageScores, ranked_task
+from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, ranked_task
 from nestfed.experiments.cells import Cell, train
 from nestfed.experiments.image_tasks import numbers
 from nestfed.models import CNN, Convolution
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision
-from nestfed.problems.robust import MeanLoss
 
 TITLES = {"fedavg": "FedAvg", "coda-plus": "CODA+", "fcsg": "FCSG", "fcsg-m": "FCSG-M", "acc-fcsg-m": "Acc-FCSG-M"}
 CHOSEN_BY = "validation_average_precision"
@@ -136,7 +135,7 @@ class Trainings(frame.Trainings[Plan]):
     def _task(self, method: str, about: DataPlan, images: FederatedImages, scores: ImageScores, seed: int) -> Task:
         params: Any = about.model.init(jax.random.key(seed), images.rows.columns["image"].shape[1:])
         if method == "fedavg":
-            problem: Any = MeanLoss(losses=BinaryLosses(scores))
+            problem: Any = ImageLoss(losses=BinaryLosses(scores))
         elif method == "coda-plus":
             share = float(images.rows.columns["label"].mean())
             problem = AreaUnderRoc(scores=scores, positive_share=share)

@@ -16,7 +16,7 @@ from nestfed.core.types import Array, PyTree
 from nestfed.data.images import FederatedImages, normalise
 from nestfed.experiments.image_tasks import in_blocks
 from nestfed.models import ImageModel
-from nestfed.problems.ranking import AreaUnderRoc, find_precisions
+from nestfed.problems.ranking import find_precisions
 from nestfed.problems.robust import MeanLoss
 
 
@@ -45,20 +45,22 @@ class BinaryLosses:
 
 
 @struct
+class ImageLoss(MeanLoss):
+    """The mean loss of images, which has no interest in how many positives a client has."""
+
+    def sample(self, data, key, size):
+        return data.draw_rows(key, size)
+
+
+@struct
 class RankedImages(Task):
     """Records the average precision on the images put aside, exactly."""
 
     scores: ImageScores = static()
     aside: PyTree  # name ("validation", "test") -> {"image": ..., "label": ...}
 
-    def sample(self, data, key):
-        if isinstance(self.problem, MeanLoss):  # no interest in how many positives there are
-            return data.draw_rows(key, self.batch_size)
-        return self.problem.sample(data, key, self.batch_size)
-
     def metrics(self, server, client, data, fed):
-        tree = self.problem.tree(0, server.x)
-        params = tree["model"] if isinstance(self.problem, AreaUnderRoc) else tree
+        params = self.problem.params_of(server, client)
         recorded = {}
         for name, images in self.aside.items():
             scores = in_blocks(lambda batch: self.scores(params, batch), images).reshape(-1)
