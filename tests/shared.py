@@ -7,6 +7,8 @@ NESTFED_REQUIRE_DATA. A test that misses what is said to be there fails.
 import functools
 import os
 import runpy
+import subprocess
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +22,18 @@ def missing(what: str, message: str) -> NoReturn:
     if os.environ.get(f"NESTFED_REQUIRE_{what}"):
         pytest.fail(message)
     pytest.skip(message)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Until the process has written this file; one that ends before it fails the test."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"no file {path} appeared"
+        try:
+            process.wait(timeout=0.02)
+        except subprocess.TimeoutExpired:
+            continue
+        assert path.exists(), f"the process ended before it wrote {path}"
 
 
 def shared_data() -> Path:

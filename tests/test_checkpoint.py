@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TASKS, regression
+from shared import wait_for
 
 from nestfed import Diverged, Interrupted, make, simulate, struct
 from nestfed.algorithms.fedavg import FedAvg
@@ -52,14 +52,6 @@ def launch(path, rounds=ROUNDS):
         jax.config.jax_compilation_cache_dir,
     ]
     return subprocess.Popen(command, cwd=HERE, stderr=subprocess.PIPE, text=True, env=os.environ)
-
-
-def wait_for(path, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end, "no checkpoint appeared"
-        time.sleep(0.02)
 
 
 def assert_identical(one, other):

@@ -8,7 +8,7 @@ from nestfed import ALGORITHMS, struct
 from nestfed.algorithms.fedavg import FedAvg
 from nestfed.algorithms.fedbio import FedBiOAcc
 from nestfed.problems.hypergradients import Dense
-from nestfed.verbs.conformance import CHECKS, NonConforming, check_algorithm
+from nestfed.verbs.conformance import NonConforming, check_algorithm
 
 
 def test_every_registered_algorithm_has_a_case():
@@ -26,14 +26,14 @@ def test_no_two_algorithms_have_the_same_tree_structure():
 @pytest.mark.parametrize("name", CASES)
 def test_algorithm_conforms(name):
     case = CASES[name]
-    assert len(check_algorithm(case.algorithm(name), TASKS[case.task]())) == len(CHECKS)
+    check_algorithm(case.algorithm(name), TASKS[case.task]())  # raises where a check fails
 
 
 # Scaled values go through means, messages, Shared and Scratch fields in a way of their own. (The others that exchange
 # inner values do nothing with them that these do not, and a run of the suite takes its time.)
 @pytest.mark.parametrize("name", ["feddro"])
 def test_algorithm_conforms_with_scaled_inner_values(name):
-    assert len(check_algorithm(CASES[name].algorithm(name), TASKS["KL"]())) == len(CHECKS)
+    check_algorithm(CASES[name].algorithm(name), TASKS["KL"]())
 
 
 @struct

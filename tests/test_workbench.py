@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+from shared import wait_for
 from sklearn.metrics import roc_auc_score
 
 import nestfed
@@ -121,11 +121,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     process = subprocess.Popen(
         [program, *words, "--out", "cut"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ
     )
-    first = tmp_path / "cut" / "checkpoints" / "fedavg-seed0-model.npz"
-    deadline = time.monotonic() + 120
-    while not first.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)  # the second seed is on its way
+    wait_for(tmp_path / "cut" / "checkpoints" / "fedavg-seed1-model.npz", process)  # the second seed is on its way
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, (process.returncode, err)

@@ -350,7 +350,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a run.")], jso
 def reproduce(
     experiment: Annotated[
         str,
-        typer.Argument(help="; ".join(f"{name}: {what}" for name, what in EXPERIMENTS.items()), show_default=False),
+        typer.Argument(help="\n\n".join(f"{name}: {what}." for name, what in EXPERIMENTS.items()), show_default=False),
     ],
     out: Out = None,
     quick: Annotated[bool, _flag("A small version, to see that it works.")] = False,
