@@ -277,7 +277,7 @@ OWN = ["--data", "my.csv", "--label", "fraud", "--clients", "bank"]
         ([*OWN, "-a", "feddro"], "'feddro' is no method for the task auprc"),
         (["--data", "my.csv", "--label", "rare", "--clients", "bank"], "none of the 2 positive rows is among the"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line(call, words, message):
     frame = banks()
     frame.assign(rare=(np.arange(600) < 2).astype(int), fraud=(frame.fraud == "yes").astype(int)).to_csv(

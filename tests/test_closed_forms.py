@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from nestfed import Rows, advance, make, simulate, start, sweep
+from nestfed import Rows, Sample, advance, make, simulate, start, sweep
 from nestfed.problems import toys
 from nestfed.problems.hypergradients import Dense, Neumann
 
@@ -132,6 +132,37 @@ def test_t2e_fedbioacc_limits(steps, expected):
     assert limit(algorithm, toys.scalar_bilevel(), 100_000 // steps) == pytest.approx(expected, abs=LIMIT)
 
 
+@pytest.mark.parametrize("average_prev", [True, False])
+def test_fedbioacc_step_by_step_with_either_previous_point(average_prev):
+    """Against the recursion written out, client by client; three local steps, so that clients drift apart."""
+    task, rounds = toys.scalar_bilevel(), 4
+    problem, key = task.problem, jax.random.key(0)
+    samples = [Sample(task.sample(task.data.client(k), key), key) for k in range(2)]
+    psi = lambda k, x, y: problem.grad_lower(x, y, samples[k])
+    phi = lambda k, x, y: Dense()(problem, [(x, y)], lambda j: samples[k])[0]
+    alpha = lambda t: (1 + (t + 1)) ** (-1 / 3)
+    x, y, nu, omega, old = (list(both) for both in zip(*[(*task.params, None, None, None)] * 2, strict=True))
+    for t in range(3 * rounds):
+        for k in range(2):
+            nu_now, omega_now = phi(k, x[k], y[k]), psi(k, x[k], y[k])
+            if old[k] is not None:
+                keep = 1 - 0.5 * alpha(t - 1) ** 2
+                nu_now = nu_now + keep * (nu[k] - phi(k, *old[k][:2]))
+                omega_now = omega_now + keep * (omega[k] - psi(k, *old[k][:2]))
+            nu[k], omega[k] = nu_now, omega_now
+        own = list(x)
+        if t % 3 == 2:
+            x, nu = [sum(x) / 2] * 2, [sum(nu) / 2] * 2
+        old = [((x if average_prev else own)[k], y[k]) for k in range(2)]
+        x = [x[k] - 0.2 * alpha(t) * nu[k] for k in range(2)]
+        y = [y[k] - 0.3 * alpha(t) * omega[k] for k in range(2)]
+    settings = {"lr": 0.2, "lower_lr": 0.3, "delta": 1.0, "u": 1.0, "sigma2": 1.0, "c_nu": 0.5, "c_omega": 0.5}
+    algorithm = make("fedbioacc", **settings, local_steps=3, average_prev=average_prev, hypergradient=Dense())
+    result = simulate(algorithm, task, rounds=rounds, evaluate_every=None)
+    assert np.asarray(result.server.x) == pytest.approx(np.asarray(x[0]), abs=1e-12)
+    assert np.asarray(result.clients.y) == pytest.approx(np.stack(y), abs=1e-12)
+
+
 def test_t2f_memory_of_the_recursion():
     algorithm = make("fedbioacc", **ACC)
     alpha = np.asarray(algorithm.alpha(np.arange(2000)))
@@ -240,9 +271,7 @@ def test_t3b_shrofbo_with_uneven_steps():
 
 
 def test_t3c_fedmbo_mean_limit():
-    algorithm = make(
-        "fedmbo", lr=0.01, lower_lr=0.1, neumann_lr=1 / 3, terms=5, lower_rounds=5, local_steps=2
-    )  # fmt: skip
+    algorithm = make("fedmbo", lr=0.01, lower_lr=0.1, neumann_lr=1 / 3, terms=5, lower_rounds=5, local_steps=2)
     runs = sweep([algorithm], toys.scalar_bilevel("global"), range(24), rounds=6000, evaluate_every=20, progress=False)
     means = runs.history["x"][0, :, 150:].mean(1)
     assert abs(means.mean() - 2.1403302) < 3 * means.std(ddof=1) / np.sqrt(24)

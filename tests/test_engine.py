@@ -242,9 +242,10 @@ def test_progress_shows_speed_metrics_and_time_left(capfd):
 def test_nobody_answers_and_nothing_changes():
     task = regression((4, 4))
     seed = next(
-        s for s in range(200)
+        s
+        for s in range(200)
         if not choose_cohort(task, jax.random.key(s), jnp.asarray(0), None, jnp.asarray(0.9)).weight.any()
-    )  # fmt: skip
+    )
     result = simulate(FEDAVG, task, seed, rounds=1, dropout=0.9)
     assert result.participants.tolist() == [0]
     assert np.array_equal(result.server.x, start(FEDAVG, task, seed).server.x)
@@ -284,11 +285,9 @@ def test_one_client_with_one_step_is_the_centralised_method():
     constants = tuple(jnp.array([v]) for v in (A, B, c, t))
     zero = jnp.asarray(0.0)
     local, globally = (
-        toys.ShowX.create(
-            toys.ScalarBilevel(scope=scope), Rows.from_clients(constants=constants), (zero, zero)
-        )
+        toys.ShowX.create(toys.ScalarBilevel(scope=scope), Rows.from_clients(constants=constants), (zero, zero))
         for scope in ("local", "global")
-    )  # fmt: skip
+    )
     x = y = 0.0
     for _ in range(5):
         gradient, hyper = A * y - (B * x + c), rho * x + B / A * (y - t)
@@ -367,10 +366,11 @@ def test_result_gives_back_the_users_own_tree():
 def test_sweep_over_floats_structures_and_problem_numbers():
     task = hyper("local", (6, 6, 6))
     settings = [
-        make("fedbio", lr=0.05, lower_lr=0.1), make("fedbio", lr=0.1, lower_lr=0.1),
+        make("fedbio", lr=0.05, lower_lr=0.1),
+        make("fedbio", lr=0.1, lower_lr=0.1),
         make("fedbio", lr=0.1, lower_lr=0.1, local_steps=2),
         (make("fedbio", lr=0.1, lower_lr=0.1), dataclasses.replace(task.problem, strength=1.0)),
-    ]  # fmt: skip
+    ]
     result = sweep(settings, task, [0, 1], rounds=3, progress=False)
     assert result.history["upper"].shape == (4, 2, 4)
     changed = dataclasses.replace(task, problem=dataclasses.replace(task.problem, strength=1.0))

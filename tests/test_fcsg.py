@@ -98,11 +98,8 @@ def test_t8a_the_bias_is_that_of_the_inner_samples(name, inner_samples, limit):
 def test_first_estimate_is_the_mean_of_its_batches():
     """With beta tiny and one step, u is the first estimate: its spread falls with the number of batches."""
     spread = lambda batches: np.std(
-        [
-            final(make("fcsg-m", lr=1.0, beta=1e-9, first_batches=batches), noisy(1), 1, seed=seed)
-            for seed in range(30)
-        ]
-    )  # fmt: skip
+        [final(make("fcsg-m", lr=1.0, beta=1e-9, first_batches=batches), noisy(1), 1, seed=seed) for seed in range(30)]
+    )
     # At x = 0 the gradient is -(xi + eta): variance 1/4 + 1 per outer sample, 8 of them at each of 2 clients.
     assert spread(1) == pytest.approx((1.25 / 16) ** 0.5, rel=0.45)
     assert spread(16) == pytest.approx((1.25 / 16 / 16) ** 0.5, rel=0.45)

@@ -514,9 +514,10 @@ def test_a_first_estimate_is_made_in_the_first_round_that_anybody_answers():
     )
     options = {"dropout": 0.3, "progress": False, "evaluate_every": None}
     nobody_at_first = [
-        seed for seed in range(200)
+        seed
+        for seed in range(200)
         if not choose_cohort(task, jax.random.key(seed), jnp.asarray(0), None, jnp.asarray(0.3)).weight.any()
-    ]  # fmt: skip
+    ]
     seed = nobody_at_first[0]
     acc = make("fedbioacc", c_nu=50.0, c_omega=50.0, hypergradient=Dense())
     result = simulate(acc, task, seed, rounds=4000, **options)

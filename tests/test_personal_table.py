@@ -94,8 +94,9 @@ def test_only_training_rows_are_trained_on(name, scenario, trials):
         simulate(algorithm, from_the_start(scenario, setup, None), rounds=2, evaluate_every=None, progress=False)
         for setup in (trials.first, with_other_rows(trials.first))
     )
-    for ours, theirs in zip(jax.tree.leaves((one.server, one.clients)), jax.tree.leaves((other.server, other.clients)),
-                            strict=True):  # fmt: skip
+    for ours, theirs in zip(
+        jax.tree.leaves((one.server, one.clients)), jax.tree.leaves((other.server, other.clients)), strict=True
+    ):
         assert_array_equal(ours, theirs)
 
 
@@ -140,7 +141,7 @@ def test_a_stage_without_exchanges_takes_no_part_of_a_privacy_budget(scenario, t
         for stage in run_method(
             trials, name, scenario.algorithms(name, trials.first, {}), 0, budget, progress=False
         ).stages
-    ]  # fmt: skip
+    ]
     (alone,), (first, second) = done("fedavg"), done("fedavg-tuned")
     assert first == alone and 0 < first[0] < 8 and second[0] == 8
     assert second[1] == pytest.approx(first[1]) and 3 < first[1] <= 4.2

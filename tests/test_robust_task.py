@@ -339,7 +339,7 @@ OWN = ["--data", "my.csv", "--label", "ill", "--clients", "hospital"]
         ([*OWN, "--gap", "1"], "there is no setting 'gap' for the task robust"),
         (["--data", "my.csv", "--label", "ill", "--clients", "room"], "'17' has no training rows"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line(call, words, message):
     room = np.where(np.arange(500) < 1, 17, 1)
     hospitals().assign(constant=1, room=room).to_csv("my.csv", index=False)

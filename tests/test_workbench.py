@@ -328,7 +328,7 @@ def test_a_client_without_positives_is_named(call):
         (["sweep", *FLAGS, "--grid", "lr"], "write key=value"),
         (["reproduce", "fairnes"], "there is no experiment 'fairnes'; did you mean 'fairness'?"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line(call, words, message):
     code, out, err = call(*words)
     assert code == 1 and message in err and err.startswith("nestfed: "), (code, err)

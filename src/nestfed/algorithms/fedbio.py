@@ -173,9 +173,7 @@ class FedBiOAcc(Algorithm):
             omega, nu = lax.fori_loop(0, extra, add, (omega, nu))
             omega, nu = omega / extra, fed.mean(nu / extra)
         no = jnp.zeros((), bool)
-        return self.State(
-            x=x, x_prev=x, nu=nu, estimated=no, y=y, y_prev=y, omega=omega, x_omega=x, own_estimated=no
-        )  # fmt: skip
+        return self.State(x=x, x_prev=x, nu=nu, estimated=no, y=y, y_prev=y, omega=omega, x_omega=x, own_estimated=no)
 
     def step(self, problem, s, draw, fed):
         now, before = (s.x, s.y), (s.x_prev if self.average_prev else s.x_omega, s.y_prev)

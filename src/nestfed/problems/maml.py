@@ -36,9 +36,10 @@ class MAML(Conditional):
 
     inner_lr: float = setting("lambda: step size of the adaptation", above=0)
     first_order: bool = setting(
-        "leave out the second derivative: cheaper, and no longer the gradient of the objective", default=False,
+        "leave out the second derivative: cheaper, and no longer the gradient of the objective",
+        default=False,
         static=True,
-    )  # fmt: skip
+    )
 
     def loss(self, params: PyTree, rows: PyTree, key: Array) -> Array:
         raise self.missing("loss(params, rows, key)")

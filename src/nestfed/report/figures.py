@@ -235,8 +235,9 @@ def chart(record: Record) -> Figure:
             axes.set_ylabel(_plain(about.y))
         figure.legend(
             [Line2D([], [], color=look.colour, linestyle=stroke(look)) for look in drawn.values()],
-            [_plain(look.title) for look in drawn.values()], loc="outside right upper",
-        )  # fmt: skip
+            [_plain(look.title) for look in drawn.values()],
+            loc="outside right upper",
+        )
         figure.suptitle(_headed(about.title), x=0.01, ha="left", fontsize=12, fontweight="bold")
         several = len(record.about["seeds"]) > 1
         spread = "Mean over seeds; the band is one standard deviation. " if several else "One seed. "

@@ -228,8 +228,7 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str, uplo
         elif primitive == "while":
             raise UserError(
                 f"{where} has a loop whose number of turns depends on the data, so its cost is not known in advance; "
-                "use a "
-                "fixed number of iterations."
+                "use a fixed number of iterations."
             )
         elif primitive == "cond":
             branches = []

@@ -214,8 +214,8 @@ class Node:
         if again and ("client before" not in self.store or self._numbers("client before")[0] >= ticket.round):
             raise ProtocolError(
                 f"round {ticket.round} was asked, but this node has done round {self._numbers('client')[0]} and "
-                "keeps only "
-                "the one before it; restart the federation from a later checkpoint, or this node's store from a backup."
+                "keeps only the one before it; restart the federation from a later checkpoint, or this node's store "
+                "from a backup."
             )
         return 0, self.algorithm.begin(ticket.server, self._local("client before" if again else "client")), []
 
@@ -446,8 +446,7 @@ class Server:
         if spoilt and all_finite:
             raise UserError(
                 f"{type(self.algorithm).__name__}: the Shared field {spoilt[0]} cannot be derived from the answers "
-                "alone; it "
-                "depends on a client's private values."
+                "alone; it depends on a client's private values."
             )
         return new
 

@@ -42,8 +42,9 @@ class CommonOptions(OptionSet):
     )
     set: Mapping[str, Any] | None = option(
         "a setting of the methods: lr=0.1 for all, fedbio.lower_lr=1 for one, model.lr=0.5 for a later stage",
-        panel=TRAINING, convert=flatten,
-    )  # fmt: skip
+        panel=TRAINING,
+        convert=flatten,
+    )
     seeds: int | tuple[int, ...] = option("number of seeds, or a list such as 0,3,7", panel=TRAINING, default=1)
     rounds: int | None = option(
         "rounds of every stage", panel=TRAINING, usual="as many as the local steps need", at_least=1
@@ -109,13 +110,13 @@ class TabularOptions(OptionSet):
         "number of clients, or the column that names them", panel=DATA, usual="3, or those of the data set"
     )
     partition: str | None = option(
-        "how rows are dealt to clients: iid, dirichlet:0.5, shards:2, classes:1, ratios:2:6", panel=DATA,
+        "how rows are dealt to clients: iid, dirichlet:0.5, shards:2, classes:1, ratios:2:6",
+        panel=DATA,
         usual=lambda task: f"{task.usual_partition}, or by the column of the clients",
-    )  # fmt: skip
+    )
     features: str = option(
-        "how columns become inputs: standard, minimax-fair, minimax-fair-raw", panel=DATA,
-        default="standard",
-    )  # fmt: skip
+        "how columns become inputs: standard, minimax-fair, minimax-fair-raw", panel=DATA, default="standard"
+    )
     keep_group: bool = option("the group column is a feature too", panel=DATA, default=False)
     drop: tuple[str, ...] = option("a column that is no feature", panel=DATA, default=())
     test_fraction: float = option("share of test rows", panel=DATA, default=0.3, above=0, at_most=0.9)
@@ -158,9 +159,10 @@ class FairnessOptions(TabularOptions):
     usual_partition: ClassVar[str] = "iid"
 
     group: str | None = option(
-        "column of the sensitive groups; sex+race joins two", panel=DATA,
+        "column of the sensitive groups; sex+race joins two",
+        panel=DATA,
         usual="that of the data set; your file needs one",
-    )  # fmt: skip
+    )
     weigh: str = option("what FedBiO weighs", panel=TASK, default="group", choices=("group", "group+label"))
     weight_form: str = option(
         "how FedBiO's variable gives weights", panel=TASK, default="projected", choices=("projected", "softmax")

@@ -81,7 +81,7 @@ def check_claims(averaging: Any, small_steps: Any, feddro: Any, ds: Any) -> pd.D
                 f"{local.sum()} of {len(local)}; they end at " + ", ".join(bias(row) for _, row in many.iterrows()),
             },
         ]
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------- figures

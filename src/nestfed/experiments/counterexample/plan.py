@@ -111,9 +111,9 @@ def small_steps_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
     for name, title in TITLES.items():
         for steps in plan.local_steps:
             rates = (0.001, 0.0005)
-            coarse, fine = places(
-                runs(name, [{"lr": lr} for lr in rates], plan.rounds, progress, local_steps=steps)
-            )[:, -1]  # fmt: skip
+            coarse, fine = places(runs(name, [{"lr": lr} for lr in rates], plan.rounds, progress, local_steps=steps))[
+                :, -1
+            ]
             rows.append(
                 {
                     "method": title, "local steps": steps, "limit": 2 * fine - coarse,

@@ -204,9 +204,7 @@ def _minus(trainings: Trainings, one: Training, other: Training, metric: str, af
 
 def _method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]:
     clients = trainings.plan.clients
-    theirs = {
-        "gcivr": Training("gcivr", clients, reading=reading), "unconstrained": Training("unconstrained", clients),
-    }  # fmt: skip
+    theirs = {"gcivr": Training("gcivr", clients, reading=reading), "unconstrained": Training("unconstrained", clients)}
 
     def against(baseline: str, measure: str) -> dict[str, Paired]:
         return {

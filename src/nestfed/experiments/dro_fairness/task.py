@@ -63,7 +63,7 @@ class EqualOpportunity(Compositional):
     form: str = setting("what is averaged over clients", default="vector", choices=("vector", "scalar"), static=True)
     reference: str = setting(
         "what groups are compared with", default="rows", choices=("rows", "positives"), static=True
-    )  # fmt: skip
+    )
 
     def losses(self, x: PyTree, batch: PyTree) -> Array:
         """The logistic loss of every row."""

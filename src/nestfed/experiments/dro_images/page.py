@@ -25,9 +25,10 @@ from nestfed.report.statistics import Paired, pair
 
 CENTRALISED = ("fastdro", "pdsgd", "mbsgd")
 SHOWN = {
-    "train_accuracy": "train accuracy", "test_accuracy": "test accuracy",
+    "train_accuracy": "train accuracy",
+    "test_accuracy": "test accuracy",
     "test_worst_class_accuracy": "test accuracy of the worst class",
-}  # fmt: skip
+}
 
 
 def make_page(trainings: Trainings) -> Page:
@@ -81,9 +82,10 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
                 "local steps": steps,
                 "chosen": in_words(cell.settings[best]),
                 "balanced validation accuracy": cell.metrics[CHOSEN_BY][best, 0, -1],
-                "settings tried": len(cell.settings), "of them diverged": int((cell.diverged >= 0).any(1).sum()),
+                "settings tried": len(cell.settings),
+                "of them diverged": int((cell.diverged >= 0).any(1).sum()),
             }
-        )  # fmt: skip
+        )
     return pd.DataFrame(rows)
 
 

@@ -205,16 +205,15 @@ def run_setting(
         model_lr = best["lr"] if name == "fedavg" else model_lr
         choices.append(
             {
-                "setting": target.name, "method": scenario.method(name).title,
+                "setting": target.name,
+                "method": scenario.method(name).title,
                 "chosen": f"{search.key} = {best[search.key]:g}",
                 "tried": ", ".join(f"{value:g}" for value in grid[search.key]),
                 "at the edge": best[search.key] in (min(grid[search.key]), max(grid[search.key])),
-                "score on validation data": float(
-                    np.mean([score_of(tried, trace) for trace in selected])
-                ),
+                "score on validation data": float(np.mean([score_of(tried, trace) for trace in selected])),
                 "runs that diverged": sum(trace.status == "diverged" for trace in tried.traces),
             }
-        )  # fmt: skip
+        )
         say(f"{target.name}: {scenario.method(name).title} {time.monotonic() - clock:.0f} s")
     settings = {"experiment": "fairness", "plan": frame.plain(plan)} | list_settings(plan)
     record = make_record(

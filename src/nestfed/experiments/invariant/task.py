@@ -174,6 +174,4 @@ def invariant_task(
     points = lambda key, count: jnp.tile(centers, (count // clients, 1)) + problem.spread * normal(key, count)
     put: dict[str, Any] = {name: points(key, n) for key, (name, n) in zip(keys[1:], aside.items(), strict=True)}
     start = jnp.zeros_like(problem.truth)
-    return InvariantTask.create(
-        problem, Rows.from_clients(constants=centers), start, batch_size=batch_size, aside=put
-    )  # fmt: skip
+    return InvariantTask.create(problem, Rows.from_clients(constants=centers), start, batch_size=batch_size, aside=put)

@@ -69,9 +69,10 @@ def load_omniglot() -> Omniglot:
     if len(found.images) == BACKGROUND:
         other = obtain("omniglot", second, functools.partial(_read, background=False))
         found = Omniglot(
-            np.concatenate([found.images, other.images]), (*found.alphabets, *other.alphabets),
+            np.concatenate([found.images, other.images]),
+            (*found.alphabets, *other.alphabets),
             np.concatenate([found.background, other.background]),
-        )  # fmt: skip
+        )
     if len(found.images) != CHARACTERS:
         raise UserError(f"Omniglot has {CHARACTERS} characters, {len(found.images)} were found. {REMEDY}")
     return found

@@ -101,7 +101,7 @@ class Trainings(frame.Trainings[Plan]):
             for one in wanted
             for method in self.plan.methods
             for part in ("choose", *self.parts(one))
-        ]  # fmt: skip
+        ]
 
     def train(self, name: str) -> Cell:
         study, part, method = name.split("-", 2)

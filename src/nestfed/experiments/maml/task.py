@@ -21,9 +21,10 @@ from nestfed.problems.maml import MAML, MetaTask
 
 # Four convolutions of 64 channels without pooling, each followed by ReLU and then batch norm: 91,781 parameters.
 CONV4 = CNN(
-    outputs=5, norm="batch",
+    outputs=5,
+    norm="batch",
     layers=(*[Convolution(64, stride=2, padding="VALID")] * 3, Convolution(64, 2, padding="VALID")),
-)  # fmt: skip
+)
 
 # ------------------------------------------------------------------------------------------------- sine waves
 

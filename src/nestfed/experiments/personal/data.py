@@ -83,7 +83,7 @@ def deal_writers(
         test=Rows.from_clients([one(rows) for _, rows in cuts]),
         class_names=CLASS_NAMES,
         newcomers=tuple((alone(cut[0], w), alone(cut[1], w)) for w, cut in zip(late, late_cuts, strict=True)),
-    )  # fmt: skip
+    )
 
 
 def held_out(images: PersonalImages, *, seed: int = 0) -> PersonalImages:

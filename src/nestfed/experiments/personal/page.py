@@ -84,21 +84,23 @@ def final_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
             accuracy = value("test_accuracy")
             row: dict[str, Any] = {
                 "method": TITLES[method] + (", fine-tuned" if tuned else ""),
-                "test accuracy": accuracy.mean(), "std over seeds": accuracy.std(ddof=0),
+                "test accuracy": accuracy.mean(),
+                "std over seeds": accuracy.std(ddof=0),
                 "worst decile": value("test_accuracy_worst_decile").mean(),
                 "lowest": value("test_accuracy_lowest").mean(),
                 "std over clients": value("test_accuracy_deviation").mean(),
                 "train loss": value("train_loss").mean(),
-            }  # fmt: skip
+            }
             if "newcomer_accuracy" in cell.metrics:
                 row["newcomers"] = value("newcomer_accuracy").mean()
             row |= {
                 "MB up per client": cell.megabytes_up,
                 "MB down per client": cell.cost["bytes_down"] * cell.rounds / 1e6,
                 "thousand gradients per client": cell.cost["oracles"].get("GRAD", 0) * cell.rounds / 1e3,
-                "runs that diverged": int((cell.diverged >= 0).sum()), "seeds": len(cell.seeds),
+                "runs that diverged": int((cell.diverged >= 0).sum()),
+                "seeds": len(cell.seeds),
                 "minutes": cell.seconds / 60,
-            }  # fmt: skip
+            }
             rows.append(row)
     return pd.DataFrame(rows)
 

@@ -60,10 +60,7 @@ class Plan:
         return (self.guarantee(release, value) or Clip(norm=self.clip), *again)
 
 
-QUICK = Plan(
-    training=personal.QUICK,
-    releases=("plain", "analytic"), epsilons=(1.0, 100.0),
-)  # fmt: skip
+QUICK = Plan(training=personal.QUICK, releases=("plain", "analytic"), epsilons=(1.0, 100.0))
 
 
 # ------------------------------------------------------------------------------------------------- trainings
@@ -99,8 +96,9 @@ class Trainings(frame.Trainings[Plan]):
         return cells[0]._replace(
             settings=[words for cell in cells for words in cell.settings],
             metrics={name: together(cell.metrics[name] for cell in cells) for name in cells[0].metrics},
-            diverged=together(cell.diverged for cell in cells), seconds=sum(cell.seconds for cell in cells),
-        )  # fmt: skip
+            diverged=together(cell.diverged for cell in cells),
+            seconds=sum(cell.seconds for cell in cells),
+        )
 
     def finished(self) -> dict[str, Cell]:
         return {name: self.cell(name) for name in self.names() if self.done(name)}

@@ -175,7 +175,7 @@ METHODS: dict[str, Method] = {
     "acc-fcsg-m": _precision("acc-fcsg-m", "Acc-FCSG-M", "FCSG with a variance-reduced momentum."),
     "soap": _precision("soap", "SOAP", "Average precision with a running estimate for every positive row."),
     **{name: single_level(name, mean_loss, LR) for name in AVERAGE_LOSS},
-}  # fmt: skip
+}
 
 
 # ------------------------------------------------------------------------------------------------- the scenario

@@ -358,8 +358,9 @@ class Tabular(Scenario[Setup]):
         # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
         # mean with the usual weights.
         constants = setup.rows.constants | {
-            "scale": (1 / weights).astype(np.float32), "vote": (usual / weights).astype(np.float32),
-        }  # fmt: skip
+            "scale": (1 / weights).astype(np.float32),
+            "vote": (usual / weights).astype(np.float32),
+        }
         return (task_class or self.task_class).create(
             problem, dataclasses.replace(setup.rows, constants=constants), params, batch_size=setup.batch_size,
             weights=weights, groups=setup.groups, **fields,
