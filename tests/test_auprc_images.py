@@ -18,7 +18,7 @@ from nestfed.data.images import Images
 from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
 from nestfed.experiments.auprc.page import PUBLISHED
 from nestfed.experiments.auprc.plan import TITLES, Plan, Trainings
-from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, ranked_task
+from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, make_ranked_task
 from nestfed.models import CNN, Convolution
 
 
@@ -52,7 +52,7 @@ def test_fedavg_on_binary_images_records_the_exact_precision(images):
     dealt = deal_ranked(rare_second_half(images, 0.5), clients=2, validation=0.0, seed=0)
     scores = ImageScores(model, (0.5,), (0.3,))
     params = model.init(jax.random.key(0), (4, 4, 1))
-    task = ranked_task(ImageLoss(losses=BinaryLosses(scores)), dealt, params, scores=scores, batch_size=4)
+    task = make_ranked_task(ImageLoss(losses=BinaryLosses(scores)), dealt, params, scores=scores, batch_size=4)
     trained = simulate(make("fedavg", lr=0.1, local_steps=2), task, rounds=2, progress=False)
     final = task.problem.tree(0, trained.server.x)
     found = scores(final, {"image": jnp.asarray(dealt.test_images)})

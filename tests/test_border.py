@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from cases import hyper, regression
 
-from nestfed import Options, UserError, deploy, make, measure, simulate, start, sweep
+from nestfed import Options, Task, UserError, deploy, make, measure, simulate, start, sweep
 from nestfed.engine.options import Changes
 from nestfed.problems import toys
 
@@ -40,6 +40,10 @@ FEDAVG = make("fedavg", lr=0.1)
         ),
         (lambda: deploy(FEDAVG, TASK, rounds=1, samplings="poisson"), "no option 'samplings'; did you mean 'sampling'"),
         (lambda: start(FEDAVG, TASK, unsinced=True), "no option 'unsinced'; did you mean 'unsynced'"),
+        (
+            lambda: Task.create(TASK.problem, TASK.data, jnp.zeros(()), batchsize=3),
+            "no option 'batchsize' of Task; did you mean 'batch_size'",
+        ),
         (lambda: measure(FEDAVG, TASK, upload=()), "no option 'upload'; did you mean 'uploads'"),
         (lambda: simulate(FEDAVG, TASK, 0, {"rounds": 1}), r"options=.*give an nestfed.Options\(...\)"),
         (lambda: sweep([FEDAVG], TASK, [0], rounds=1, checkpoint="a.npz"), "a sweep keeps no checkpoint"),

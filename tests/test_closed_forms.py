@@ -167,7 +167,7 @@ def test_t2f_memory_of_the_recursion():
     algorithm = make("fedbioacc", **ACC)
     alpha = np.asarray(algorithm.alpha(np.arange(2000)))
     assert alpha[[0, 1999]] == pytest.approx([0.0793701, 0.0079357], abs=1e-7)
-    kept = np.prod(1 - np.asarray(jax.vmap(lambda t: algorithm.forgetting(1.0, t, True))(jnp.arange(1, 2000))))
+    kept = np.prod(1 - np.asarray(jax.vmap(lambda t: algorithm.forgetting_rate(1.0, t, True))(jnp.arange(1, 2000))))
     assert kept == pytest.approx(0.70918, abs=1e-5)
 
 

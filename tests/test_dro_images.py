@@ -53,7 +53,7 @@ def test_metrics_are_those_of_numpy(dealt):
         "test": (dealt.test_images, dealt.test_labels),
     }
     for part, (pixels, labels) in parts.items():
-        logits = MODEL(params, losses.prepared(pixels))
+        logits = MODEL(params, losses.prepare(pixels))
         right = np.asarray(logits.argmax(1) == labels)
         by_class = [right[labels == c].mean() for c in range(4)]
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

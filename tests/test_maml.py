@@ -374,10 +374,10 @@ def test_page_of_made_up_cells(tmp_path):
     assert "Not run yet: sine (clients alike), sine (every client its own phases)." in text and "abacus" in text
     table = maml.final_table(trainings, "omniglot", ["1"]).set_index("method")
     assert table.loc["FCSG-M", "test accuracy"] == pytest.approx(0.921)
-    weights = maml.weight_table(trainings, trainings.finished()).set_index("method")
+    weights = maml.weight_table(trainings, trainings.list_finished()).set_index("method")
     assert weights.loc["Local-SCGDM", "inner_lr = 0.5"] == pytest.approx(
         0.88 + 0.5 + 0.05
     )  # the best of its step sizes
-    verdicts = {claim.number: claim.verdict for claim in maml.check_claims(trainings, trainings.finished())}
+    verdicts = {claim.number: claim.verdict for claim in maml.check_claims(trainings, trainings.list_finished())}
     # 0.92 and 0.91 are not five points above 0.88.
     assert verdicts["1"].startswith("does not hold (3 of 6") and verdicts["3"].startswith("does not hold (0 of 5")

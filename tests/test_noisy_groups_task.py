@@ -291,7 +291,7 @@ def test_training_lowers_the_objective():
 def test_empty_seats_change_nothing():
     task = noisy_groups_task(few(clients=2))
     algorithm = make("mbsgd", lr=0.1)
-    tasks = task, dro_fairness._seated(task, 4)
+    tasks = task, dro_fairness._add_empty_clients(task, 4)
     alone, seated = (simulate(algorithm, one, rounds=3, evaluate_every=None) for one in tasks)
     assert_allclose(alone.server.x, seated.server.x, rtol=1e-12)
 
@@ -316,11 +316,11 @@ def test_what_is_chosen():
     )  # fmt: skip
     training = Training("feddro", 8)
     found = Trainings(Path("."), Plan(), known={training.name: cell})
-    assert found.preferred(training, "rounds") == 2
-    assert found.preferred(training, "steps") == 1
-    assert found.preferred(training, "rounds", (0.01, 0.1)) == 1
+    assert found.choose(training, "rounds") == 2
+    assert found.choose(training, "steps") == 1
+    assert found.choose(training, "rounds", (0.01, 0.1)) == 1
     with pytest.raises(UserError, match="every setting diverged"):
-        found.preferred(training, "rounds", (3.0,))
+        found.choose(training, "rounds", (3.0,))
 
 
 def test_the_trainings_of_the_plan():

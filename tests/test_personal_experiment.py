@@ -172,9 +172,9 @@ def test_both_extractors_see_the_same_varied_batch_and_passes_see_none():
     varied, same = task.problem.sample(rows, key, 4)
     assert_array_equal(labels, same)
     assert varied.shape == plain.shape and jnp.issubdtype(varied.dtype, jnp.floating)
-    assert not np.allclose(varied, problem.prepared(plain))
-    assert_allclose(problem.prepared(plain), (np.asarray(plain) / 255 - 0.5) / 0.5, rtol=1e-6)
-    assert problem.prepared(varied) is varied
+    assert not np.allclose(varied, problem.prepare(plain))
+    assert_allclose(problem.prepare(plain), (np.asarray(plain) / 255 - 0.5) / 0.5, rtol=1e-6)
+    assert problem.prepare(varied) is varied
 
 
 def test_fedcr_trains_on_random_representations_of_images():
@@ -299,10 +299,10 @@ def test_page_of_made_up_cells(tmp_path):
     text = personal_page.EXPERIMENT.write(trainings).read_text()
     assert "Not run yet: local training only (cifar10), FedAvg (cifar10)" in text and "abacus" in text
     assert "50 clients, 49000 images to train on and 21000" in " ".join(text.split())
-    table = personal_page.final_table(trainings.finished()["fmnist"]).set_index("method")
+    table = personal_page.final_table(trainings.list_finished()["fmnist"]).set_index("method")
     assert table.loc["FedAvg", "test accuracy"] == pytest.approx(0.501)
     assert table.loc["FedAvg, fine-tuned", "test accuracy"] == pytest.approx(0.851)
-    verdicts = [claim.verdict for claim in personal_page.check_claims(trainings.finished())]
+    verdicts = [claim.verdict for claim in personal_page.check_claims(trainings.list_finished())]
     shared, others, chosen, chosen_and_not, variance = verdicts
     assert chosen.startswith("does not hold (0 of 1") and chosen_and_not.startswith("does not hold (0 of 1")
     assert shared.startswith("holds (3 of 3") and others.startswith("does not hold (4 of 6")  # FedBABU and FedPAC

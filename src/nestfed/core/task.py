@@ -1,5 +1,6 @@
 """A task: a problem with data, a starting point and weights."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from nestfed.core.algorithm import Fed
 from nestfed.core.rows import ClientRows, Rows, whole_numbers
-from nestfed.core.settings import UserError, static, struct, validate
+from nestfed.core.settings import UserError, static, struct, suggest, validate
 from nestfed.core.types import AnyArray, Array, PyTree
 
 
@@ -51,6 +52,11 @@ class Task:
                 f"{given} was given as the problem; give an object of a class of nestfed.problems, such as "
                 f"{problem.__name__ if isinstance(problem, type) else 'MyProblem'}()."
             )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                given = f"there is no option {name!r} of {cls.__name__}"
+                raise UserError(f"{given}{suggest(name, known)} Known are {', '.join(known)}.")
         if not isinstance(data, Rows):
             raise UserError(
                 f"data of type {type(data).__name__} were given; make them with Rows.from_clients or from_table."
@@ -84,7 +90,7 @@ class Task:
         """Where this client starts. Override it to give clients starting points of their own, from their constants."""
         return self.params
 
-    def training(self, data: ClientRows) -> ClientRows:
+    def training_rows(self, data: ClientRows) -> ClientRows:
         """The rows that a client trains on, of all that it holds: what an algorithm may pass over (`fed.rows`)."""
         return data
 

@@ -165,7 +165,7 @@ def take_step(
         key=fold_pair(client.key, step.index, _FED_KEY),
         shared_key=common_key,
         share=client.place.chance * call.whole,
-        rows=task.training(client.data),
+        rows=task.training_rows(client.data),
         own_steps=None if task.local_steps is None else jnp.asarray(task.local_steps)[client.place.position],
     )
     draw = make_draws(task, client, step.index)

@@ -8,13 +8,14 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 import pandas as pd
 
 from nestfed.core.settings import UserError
+from nestfed.engine.options import Changes
 from nestfed.report.record import replace_file
 from nestfed.verbs.cost import measure
 from nestfed.verbs.sweeps import sweep
@@ -88,20 +89,23 @@ def in_words(settings: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------- making them
 
 
-def train(settings: Sequence[tuple[Mapping[str, Any], Any]], tasks: Any, seeds: Sequence[int], **options: Any) -> Cell:
-    """Sweep over (description, algorithm or (algorithm, problem)) and all seeds; options are those of `sweep`."""
+Settings = Sequence[tuple[Mapping[str, Any], Any]]  # (description, algorithm or (algorithm, problem))
+
+
+def train(settings: Settings, tasks: Any, seeds: Sequence[int], **options: Unpack[Changes]) -> Cell:
+    """Sweep over all settings and seeds; options are those of `sweep`."""
     began = time.monotonic()
     found = sweep([setting for _, setting in settings], tasks, list(seeds), **options)
     return _cell(settings, tasks, seeds, found.history, found.diverged, began)
 
 
 def train_in_turn(
-    settings: Sequence[tuple[Mapping[str, Any], Any]],
+    settings: Settings,
     tasks: Any,
     seeds: Sequence[int],
     *,
     after: Callable[[Any, Any, Any, int], Mapping[str, float]] | None = None,
-    **options: Any,
+    **options: Unpack[Changes],
 ) -> Cell:
     """The same, one run after the other in one program: for work that fills the machine, and where compiling another
     program for every number of runs would take longer than they do.

@@ -66,7 +66,7 @@ def curves(
             several |= max(curve["n"]) > 1
             _draw_curve(axes, curve, against, look)
         axes.set_xlabel(AXES[against])
-        axes.set_title(_headed(title or title_of(metric)))
+        axes.set_title(_capitalise(title or title_of(metric)))
         axes.margins(x=0.01)
         if against == "round":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
@@ -124,7 +124,7 @@ def slice_bars(record: Record, metric: str | None = None, *, kind: str = "group"
         else:
             figure = _slice_bars(means, stds if several else None, drawn)
             text = "Mean over seeds; the whisker is one standard deviation." if several else "One seed."
-        figure.axes[0].set_title(_headed(f"{metric_title(record, metric)} by {kind}, {split} rows"))
+        figure.axes[0].set_title(_capitalise(f"{metric_title(record, metric)} by {kind}, {split} rows"))
         _caption(figure, text)
     return figure
 
@@ -192,7 +192,7 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
             )  # fmt: skip
         axes.set_xlabel(_direction(metrics[x]))
         axes.set_ylabel(_direction(metrics[y]))
-        axes.set_title(_headed(f"{metrics[y].title} against {metrics[x].title}"))
+        axes.set_title(_capitalise(f"{metrics[y].title} against {metrics[x].title}"))
         axes.grid(visible=True, axis="both")
         axes.margins(0.18)
         right, up = (metrics[name].better == "higher" for name in (x, y))
@@ -238,7 +238,7 @@ def chart(record: Record) -> Figure:
             [_plain(look.title) for look in drawn.values()],
             loc="outside right upper",
         )
-        figure.suptitle(_headed(about.title), x=0.01, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle(_capitalise(about.title), x=0.01, ha="left", fontsize=12, fontweight="bold")
         several = len(record.about["seeds"]) > 1
         spread = "Mean over seeds; the band is one standard deviation. " if several else "One seed. "
         _caption(figure, _plain(spread + about.caption))
@@ -260,13 +260,13 @@ def draw_holdings(holdings: pd.DataFrame) -> Figure:
         positives = holdings.assign(positive=holdings["rows"] * holdings["label"])
         table = positives.pivot_table(index="client", values="positive", aggfunc="sum")
         rates = [table.loc[clients, "positive"].to_numpy(float) / rows.sum(1)]
-    draw = _holding_bars if len(clients) <= 30 else _holding_map
+    draw = _draw_bars if len(clients) <= 30 else _draw_map
     return draw(rows, rates, clients, groups)
 
 
-def _holding_bars(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
+def _draw_bars(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
     """Left: stacked bars of rows by group. Right: the share of positive labels, with that of all rows as a line."""
-    titles = [f"{_shortened(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
+    titles = [f"{_shorten(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
     titles_per_line = int(105 // (max(map(len, titles)) + 5))  # as many letters as a line has
     height = 1.2 + 0.42 * len(clients) + 0.23 * -(-len(titles) // titles_per_line)
     figure = Figure(figsize=(9, height), layout="constrained")
@@ -283,7 +283,7 @@ def _holding_bars(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[s
     for y, number in zip(place, total, strict=True):
         bars.annotate(f"{number:,.0f}", (number, y), (4, 0), textcoords="offset points", va="center", color=FAINT)
     bars.set_xlim(0, total.max() * 1.12)
-    bars.set_yticks(place, [_shortened(client) for client in clients])
+    bars.set_yticks(place, [_shorten(client) for client in clients])
     bars.invert_yaxis()
     bars.set_xlabel("rows")
     bars.xaxis.set_major_formatter("{x:,.0f}")
@@ -306,7 +306,7 @@ def _holding_bars(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[s
     return figure
 
 
-def _holding_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
+def _draw_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str], groups: Sequence[str]) -> Figure:
     """One column per client: its rows, its share of positive labels, and how its rows are divided among the groups."""
     figure = Figure(figsize=(10, 3.4 + 0.32 * len(groups)), layout="constrained")
     heights = [1.1, *(0.9 for _ in rates), 0.32 * len(groups) + 0.4]
@@ -331,7 +331,7 @@ def _holding_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[st
     with np.errstate(divide="ignore"):
         ratio = np.log2(rows / expected)
     image = cells.imshow(ratio.T.clip(-3, 3), aspect="auto", cmap="PuOr", vmin=-3, vmax=3, interpolation="nearest")
-    names = [f"{_shortened(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
+    names = [f"{_shorten(group)}  {number:,.0f}" for group, number in zip(groups, rows.sum(0), strict=True)]
     cells.set_yticks(range(len(groups)), names)
     cells.set_xlabel(f"{len(clients)} clients")
     cells.set_xticks([])
@@ -343,7 +343,7 @@ def _holding_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[st
     return figure
 
 
-def _shortened(name: str) -> str:
+def _shorten(name: str) -> str:
     return _plain(name if len(name) <= 28 else name[:27] + "…")
 
 
@@ -414,7 +414,7 @@ def _direction(metric: Metric) -> str:
     return _plain(f"{metric.title} ({metric.better} is better)")
 
 
-def _headed(text: str) -> str:
+def _capitalise(text: str) -> str:
     return _plain(text[:1].upper() + text[1:])
 
 

@@ -112,7 +112,7 @@ class PersonalTask(Task):
 
     def metrics(self, server, client, data, fed):
         u, v = self.problem.model_of(server, client)
-        parts, data = self.parts(data), self.training(data)
+        parts, data = self.parts(data), self.training_rows(data)
         own = {}
         for part, rows in parts.items():
             own |= self._worth(part, u, v, rows, fed.key)

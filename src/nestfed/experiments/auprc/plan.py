@@ -16,7 +16,7 @@ from nestfed.core.task import Task
 from nestfed.data.images import FederatedImages, Images, load_images
 from nestfed.experiments import frame
 from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
-from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, ranked_task
+from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, make_ranked_task
 from nestfed.experiments.cells import Cell, train
 from nestfed.experiments.image_tasks import numbers
 from nestfed.models import CNN, Convolution
@@ -144,7 +144,7 @@ class Trainings(frame.Trainings[Plan]):
             problem = AveragePrecision(
                 scores=scores, margin=self.plan.margin, positives=about.positives, inner_samples=about.batch
             )
-        return ranked_task(problem, images, params, scores=scores, batch_size=about.batch)
+        return make_ranked_task(problem, images, params, scores=scores, batch_size=about.batch)
 
 
 @functools.cache

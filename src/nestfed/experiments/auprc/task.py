@@ -70,5 +70,7 @@ class RankedImages(Task):
         return recorded
 
 
-def ranked_task(problem: Any, images: FederatedImages, params: PyTree, *, scores: ImageScores, batch_size: int) -> Task:
+def make_ranked_task(
+    problem: Any, images: FederatedImages, params: PyTree, *, scores: ImageScores, batch_size: int
+) -> Task:
     return RankedImages.create(problem, images.rows, params, batch_size=batch_size, scores=scores, aside=images.aside)

@@ -15,14 +15,14 @@ def slope(y: Any) -> Any:
     return y / np.sqrt(y**2 + 4)
 
 
-def _root(moved: Callable[[float], float]) -> float:
-    return brentq(moved, 0.5, 2, xtol=1e-14)  # pyright: ignore[reportReturnType]
+def _root(move: Callable[[float], float]) -> float:
+    return brentq(move, 0.5, 2, xtol=1e-14)  # pyright: ignore[reportReturnType]
 
 
 def averaging_limit(name: str, local_steps: int, lr: float) -> float:
     """Where a round of FedAvg-CO does not move x; lr = 0 is the limit of small steps."""
 
-    def moved(x: float) -> float:
+    def move(x: float) -> float:
         own, total = np.full(2, x), np.zeros(2)
         for step in range(local_steps):
             inner = np.full(2, x) if name == "fedavg-co-2" and step == 0 else SLOPES * own + SHIFTS
@@ -30,7 +30,7 @@ def averaging_limit(name: str, local_steps: int, lr: float) -> float:
             own, total = own - lr * pull, total + pull
         return float(total.mean())
 
-    return 0.0 if moved(0.0) == 0 else _root(moved)
+    return 0.0 if move(0.0) == 0 else _root(move)
 
 
 def printed_limit() -> float:
@@ -41,14 +41,14 @@ def printed_limit() -> float:
 
 def mixed_limit(rate: float) -> float:
     """Local-SCGD that averages its estimates: composed with a mixture of all clients' inner values and the own ones."""
-    moved = lambda x: np.mean(SLOPES * slope((1 - rate) * x + rate * (SLOPES * x + SHIFTS)))
-    return _root(moved)
+    move = lambda x: np.mean(SLOPES * slope((1 - rate) * x + rate * (SLOPES * x + SHIFTS)))
+    return _root(move)
 
 
 def ds_limit(lr: float, beta: float, local_steps: int) -> float:
     """Where a round of DS-FedDRO with the local y moves neither x nor y."""
 
-    def moved(state: np.ndarray) -> np.ndarray:
+    def move(state: np.ndarray) -> np.ndarray:
         x, y = (np.full(2, value) for value in state)
         for _ in range(local_steps):
             x = x - lr * SLOPES * slope(y)
@@ -56,5 +56,5 @@ def ds_limit(lr: float, beta: float, local_steps: int) -> float:
         return np.array([x.mean(), y.mean()]) - state
 
     first_order = min(6 * beta * (local_steps - 1), 1.0)
-    found = root(lambda state: moved(state) / lr, np.full(2, first_order), tol=1e-13)
+    found = root(lambda state: move(state) / lr, np.full(2, first_order), tol=1e-13)
     return float(found.x[0]) if found.success else np.nan

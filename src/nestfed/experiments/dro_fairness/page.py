@@ -89,7 +89,7 @@ def seeds_table(trainings: Trainings) -> pd.DataFrame:
     rows = []
     for training in trainings.all_trainings:
         for after in trainings.occasions(training):
-            words = trainings.cell(training.name).settings[trainings.preferred(training, after)]
+            words = trainings.cell(training.name).settings[trainings.choose(training, after)]
             about = _about(trainings, training, after) | {"lr": words["lr"], "beta": words.get("beta", np.nan)}
             result = trainings.measured(training, after).reset_index()
             rows.append(result.assign(**about)[[*about, *result.columns]])
@@ -143,8 +143,8 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
         rates = sorted({words["lr"] for words in cell.settings})
         for after in trainings.occasions(training):
             score = lambda setting: trainings.measured(training, after, setting)[training.chosen_by].mean()
-            best = trainings.preferred(training, after)
-            published = trainings.preferred(training, after, trainings.plan.paper_rates)
+            best = trainings.choose(training, after)
+            published = trainings.choose(training, after, trainings.plan.paper_rates)
             words = cell.settings[best]
             rows.append(
                 _about(trainings, training, after)
@@ -179,7 +179,7 @@ def paper_rates_table(trainings: Trainings) -> pd.DataFrame:
     """The methods after the paper's rounds, if only the paper's step sizes are allowed."""
     rows = []
     for training in trainings.compared:
-        setting = trainings.preferred(training, "rounds", trainings.plan.paper_rates)
+        setting = trainings.choose(training, "rounds", trainings.plan.paper_rates)
         result = trainings.measured(training, "rounds", setting)
         lr = trainings.cell(training.name).settings[setting]["lr"]
         row: dict[str, Any] = {"reading": training.reading, "method": TITLES[training.method], "lr": f"{lr:g}"}
@@ -282,7 +282,7 @@ def _clients_claims(trainings: Trainings) -> list[Claim]:
 
     def same_step(steps: int, metric: str) -> Paired:
         """With the settings that the most clients chose."""
-        setting = trainings.preferred(Training("feddro", many, steps), "rounds")
+        setting = trainings.choose(Training("feddro", many, steps), "rounds")
         one, other = (trainings.measured(Training("feddro", n, steps), "rounds", setting)[metric] for n in (many, few))
         return pair(one, other)
 

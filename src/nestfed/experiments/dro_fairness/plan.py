@@ -152,7 +152,7 @@ class Trainings(frame.Trainings[Plan]):
     def train(self, name: str) -> Cell:
         training = next(training for training in self.all_trainings if name in (training.name, training.curve))
         if name == training.curve:
-            grid = [self.cell(training.name).settings[self.preferred(training, "rounds")]]
+            grid = [self.cell(training.name).settings[self.choose(training, "rounds")]]
             last, every = self._last(training, "rounds"), self.plan.evaluate_every // training.rounds_per_round
         else:
             grid, occasions = self._grid(training), [self._last(training, after) for after in self.occasions(training)]
@@ -167,7 +167,7 @@ class Trainings(frame.Trainings[Plan]):
             title=training.title,
         )
 
-    def preferred(self, training: Training, after: str, rates: Sequence[float] | None = None) -> int:
+    def choose(self, training: Training, after: str, rates: Sequence[float] | None = None) -> int:
         """The setting that validation rows prefer on this occasion, perhaps among some step sizes only."""
         tried = self.cell(training.name).settings
         among = [i for i, words in enumerate(tried) if rates is None or words["lr"] in rates]
@@ -177,14 +177,14 @@ class Trainings(frame.Trainings[Plan]):
     def measured(self, training: Training, after: str, setting: int | None = None) -> Any:
         """The metrics of a setting, the preferred one if none is named, on this occasion: a DataFrame by seed."""
         cell, place = self.cell(training.name), self._place(training, after)
-        setting = self.preferred(training, after) if setting is None else setting
+        setting = self.choose(training, after) if setting is None else setting
         values = {metric: column[setting, :, place] for metric, column in cell.metrics.items()}
         return pd.DataFrame(values, index=pd.Index(cell.seeds, name="seed"))
 
     def history(self, training: Training, after: str) -> Any:
         """The curves of the chosen setting up to this occasion, against the rounds that the paper counts; the start,
         which is random, is left out."""
-        name, setting = (training.curve, 0) if after == "rounds" else (training.name, self.preferred(training, after))
+        name, setting = (training.curve, 0) if after == "rounds" else (training.name, self.choose(training, after))
         history: Any = self.cell(name).history(training.method, training.steps_per_round, setting)
         history = history[(history["round"] > 0) & (history["round"] <= self._last(training, after))]
         return history.assign(round=history["round"] * training.rounds_per_round)
@@ -208,14 +208,14 @@ class Trainings(frame.Trainings[Plan]):
         search = Training(training.method, plan.clients, plan.chosen_with)
         if training == search:
             return [{"lr": lr, "beta": beta} for lr, beta in itertools.product(rates, plan.betas)]
-        beta = self.cell(search.name).settings[self.preferred(search, "steps")]["beta"]
+        beta = self.cell(search.name).settings[self.choose(search, "steps")]["beta"]
         return [{"lr": lr, "beta": beta} for lr in rates]
 
     def _tasks(self, training: Training) -> list[Task]:
         reads = lambda task: dataclasses.replace(task.problem, **READINGS[training.reading])
-        seats = training.clients if training.clients == self.plan.clients else max(self.plan.few_clients)
+        places = training.clients if training.clients == self.plan.clients else max(self.plan.few_clients)
         tasks = [dataclasses.replace(task, problem=reads(task)) for task in make_tasks(self.plan, training.clients)]
-        return [_seated(task, seats) for task in tasks]
+        return [_add_empty_clients(task, places) for task in tasks]
 
 
 @functools.lru_cache(maxsize=1)  # trainings in a row share them, and all together are large
@@ -223,14 +223,14 @@ def make_tasks(plan: Plan, clients: int) -> list[Task]:
     """One per seed."""
     return [
         noisy_groups_task(
-            _thinned(adult_noisy_groups(clients=clients, seed=seed), plan.thinning), noise=plan.noise,
+            _thin_out(adult_noisy_groups(clients=clients, seed=seed), plan.thinning), noise=plan.noise,
             margin=plan.margin, batch_size=plan.batch, seed=seed,
         )
         for seed in range(plan.seeds)
     ]  # fmt: skip
 
 
-def _thinned(data: NoisyGroups, thinning: int) -> NoisyGroups:
+def _thin_out(data: NoisyGroups, thinning: int) -> NoisyGroups:
     columns = ("inputs", "true_group", "label", "part", "client")
     return dataclasses.replace(data, **{name: getattr(data, name)[::thinning] for name in columns})
 
@@ -247,14 +247,14 @@ def _algorithm(training: Training, words: Mapping[str, float]) -> Any:
     return make(training.method, **words, **own[training.method])
 
 
-def _seated(task: Task, seats: int) -> Task:
-    """The task with empty seats, which have weight zero and take part in nothing: tasks with different numbers of
+def _add_empty_clients(task: Task, places: int) -> Task:
+    """The task with empty clients, which have weight zero and take part in nothing: tasks with different numbers of
     clients then share their program."""
-    empty = seats - task.clients
+    empty = places - task.clients
     more = lambda a, value: np.concatenate([a, np.full(empty, value, np.asarray(a).dtype)])
     rows = task.data
     data = dataclasses.replace(
-        rows, offsets=more(rows.offsets, 0), sizes=more(rows.sizes, 1), ids=np.arange(seats, dtype=np.int32),
+        rows, offsets=more(rows.offsets, 0), sizes=more(rows.sizes, 1), ids=np.arange(places, dtype=np.int32),
         largest=int(rows.sizes.sum()),
     )  # fmt: skip
     return dataclasses.replace(task, data=data, weights=more(task.weights, 0.0))

@@ -51,7 +51,7 @@ def make_page(trainings: Trainings) -> Page:
 def final_table(trainings: Trainings) -> pd.DataFrame:
     """One row per training: settings, means and spreads over seeds, exchanges and bytes of the whole run."""
     rows = []
-    for name in trainings.counting():
+    for name in trainings.name_counting():
         method, steps, dealing = parts(name)
         cell = trainings.cell(name)
         row: dict[str, Any] = {

@@ -81,7 +81,7 @@ class Trainings(frame.Trainings[Plan]):
     and the trainings that count, `METHOD-LOCALSTEPS-DEALING`."""
 
     def names(self) -> list[str]:
-        return [*self.choices(), *self.counting()]
+        return [*self.choices(), *self.name_counting()]
 
     def choices(self) -> list[str]:
         more = [steps for steps in self.plan.local_steps if steps > 1]
@@ -90,7 +90,7 @@ class Trainings(frame.Trainings[Plan]):
             *(f"choose-{method}-{steps}" for method in PROPOSED for steps in more),
         ]
 
-    def counting(self) -> list[str]:
+    def name_counting(self) -> list[str]:
         """The trainings that count: all methods with one local step, ours with more, and on clients that differ."""
         plan = self.plan
         more = [steps for steps in plan.local_steps if steps > 1]

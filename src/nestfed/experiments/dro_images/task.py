@@ -32,12 +32,12 @@ class ImageLosses:
     vary: bool = True  # images are moved and mirrored at random before a loss is computed
 
     def __call__(self, params: PyTree, batch: PyTree, key: Array) -> Array:
-        images = self.prepared(batch["image"])
+        images = self.prepare(batch["image"])
         if self.vary:
             images = random_crop_flip(images, key)
         return optax.softmax_cross_entropy_with_integer_labels(self.model(params, images), batch["label"])
 
-    def prepared(self, images: Array) -> Array:
+    def prepare(self, images: Array) -> Array:
         return normalise(images, np.asarray(self.mean, np.float32), np.asarray(self.deviation, np.float32))
 
 
@@ -81,7 +81,7 @@ class ImageTask(Task):
 
     def _counts(self, params: PyTree, batch: PyTree) -> Array:
         """[3, classes]: images, those classified rightly, and the sum of losses, by class."""
-        logits = self.losses.model(params, self.losses.prepared(batch["image"]))
+        logits = self.losses.model(params, self.losses.prepare(batch["image"]))
         label = batch["label"]
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         values = jnp.stack([jnp.ones_like(loss), (logits.argmax(1) == label).astype(loss.dtype), loss])

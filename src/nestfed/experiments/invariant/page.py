@@ -49,10 +49,10 @@ def make_page(trainings: Trainings) -> Page:
         claims=check_claims(trainings),
         words={
             "one_point": one_point_table(),
-            "equal_steps": shown(equal_steps),
+            "equal_steps": show_settings(equal_steps),
             "first_choosing_seed": FIRST_CHOOSING_SEED,
         },
-        shown={"final": shown(final), "limits": shown(limits)},
+        shown={"final": show_settings(final), "limits": show_settings(limits)},
     )
 
 
@@ -295,7 +295,7 @@ def figure_two(table: Any, limits: Any) -> Figure:
     return figure
 
 
-def shown(table: pd.DataFrame) -> pd.DataFrame:
+def show_settings(table: pd.DataFrame) -> pd.DataFrame:
     """Settings as they were written, and a mean with its spread in one column."""
     plain = lambda value: "–" if np.isnan(value) else f"{value:g}"
     columns: dict[str, Sequence[Any]] = {}

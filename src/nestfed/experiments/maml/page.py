@@ -31,7 +31,7 @@ FAR = 0.05  # "far above": by more than five points of accuracy
 
 def make_page(trainings: Trainings) -> Page:
     """Of what is finished."""
-    plan, parts = trainings.plan, trainings.finished()
+    plan, parts = trainings.plan, trainings.list_finished()
     finals = {f"final-{study}": final_table(trainings, study, done) for study, done in parts.items()}
     return Page(
         tables=finals | {"chosen": choice_table(trainings, parts), "weights": weight_table(trainings, parts)},

@@ -150,7 +150,7 @@ class Trainings(frame.Trainings[Plan]):
             batch_size=plan.batch, seed=seed, tasks=plan.tasks, steps=plan.adaptation_steps,
         )  # fmt: skip
 
-    def finished(self) -> dict[str, list[str]]:
+    def list_finished(self) -> dict[str, list[str]]:
         """Study -> the parts of which every method's training is there: what a page can show."""
         done = lambda study, part: all(self.done(name_of(study, part, method)) for method in self.plan.methods)
         found = {s: [p for p in self.parts(s) if done(s, p) and done(s, "choose")] for s in self.plan.studies}

@@ -108,12 +108,12 @@ class Characters(MAML):
 
     def sample_task(self, data, key):
         chosen = _different(fold(key, 0), 4 * data.size, 4 * data.largest, self.ways)
-        drawings = jax.vmap(_turned)(data.take(chosen // 4)["image"], chosen % 4)
-        shuffled = jax.vmap(_shuffled)(drawings, self._keys(fold(key, 1)))
+        drawings = jax.vmap(_turn)(data.take(chosen // 4)["image"], chosen % 4)
+        shuffled = jax.vmap(_shuffle)(drawings, self._keys(fold(key, 1)))
         return self._rows(shuffled[:, : self.queries]), shuffled[:, self.queries :]
 
     def sample_support(self, source, key):
-        return self._rows(jax.vmap(_shuffled)(source, self._keys(key))[:, : self.shots])
+        return self._rows(jax.vmap(_shuffle)(source, self._keys(key))[:, : self.shots])
 
     def _keys(self, key: Array) -> Array:
         return jax.vmap(lambda way: fold(key, way))(jnp.arange(self.ways))
@@ -156,11 +156,11 @@ def _different(key: Array, size: Array, bound: int, count: int) -> Array:
     return chosen
 
 
-def _shuffled(drawings: Array, key: Array) -> Array:
+def _shuffle(drawings: Array, key: Array) -> Array:
     return drawings[jnp.argsort(random_words(key, len(drawings)))]
 
 
-def _turned(drawings: Array, quarters: Array) -> Array:
+def _turn(drawings: Array, quarters: Array) -> Array:
     """All drawings of a character turned by so many quarters of a circle."""
     return jnp.stack([jnp.rot90(drawings, k, (1, 2)) for k in range(4)])[quarters]
 

@@ -46,7 +46,7 @@ def load_femnist() -> Femnist:
 def _read(contents: dict[str, bytes], where: str) -> Femnist:
     ((name, content),) = contents.items()
     try:
-        return _checked(*(read_sample(content) if name == SAMPLE else read_leaf(content)))
+        return _check(*(read_sample(content) if name == SAMPLE else read_leaf(content)))
     except (ValueError, LookupError, TypeError, OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{name} from {where} cannot be used as FEMNIST ({first_line(error)}). {REMEDY}") from None
 
@@ -67,7 +67,7 @@ def read_leaf(content: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
     return np.rint(255 * pixels), labels, np.repeat(np.arange(len(rows)), [len(row["y"]) for row in rows]), writers
 
 
-def _checked(pixels: np.ndarray, labels: np.ndarray, writer: np.ndarray, writers: Any) -> Femnist:
+def _check(pixels: np.ndarray, labels: np.ndarray, writer: np.ndarray, writers: Any) -> Femnist:
     if pixels.shape[1:] != (SIDE, SIDE) or not len(pixels) == len(labels) == len(writer):
         raise ValueError(f"its images have the shape {pixels.shape}, with {len(labels)} labels")
     if pixels.min() < 0 or pixels.max() > 255:

@@ -34,7 +34,7 @@ VISIBLE = 0.01  # "no visible difference": less than a point of accuracy
 
 def make_page(trainings: Trainings) -> Page:
     """Of what is finished."""
-    plan, results, tried = trainings.plan, trainings.finished(), choice_table(trainings)
+    plan, results, tried = trainings.plan, trainings.list_finished(), choice_table(trainings)
     about = dict(plan.data)
     frames = {
         f"{kind}-{data}": table(cells)
@@ -70,7 +70,7 @@ def facts_of(cells: Mapping[str, Cell]) -> dict[str, Any]:
     return next(iter(cells.values())).settings[0]
 
 
-def judged_by(method: str, metric: str = "test_accuracy") -> str:
+def judging_metric(method: str, metric: str = "test_accuracy") -> str:
     """The metric that counts: methods that leave one model for all are meant to be fine-tuned."""
     return f"tuned_{metric}" if method in TUNED else metric
 
@@ -173,7 +173,7 @@ def check_claims(results: Mapping[str, Mapping[str, Cell]]) -> list[Claim]:
     def against(ours: tuple[str, ...], theirs: str) -> dict[str, Paired]:
         return {
             f"{data}, {TITLES[method]} minus {TITLES[theirs]}": pair(
-                cells[method].final(judged_by(method)), cells[theirs].final(judged_by(theirs))
+                cells[method].final(judging_metric(method)), cells[theirs].final(judging_metric(theirs))
             )
             for (data, cells), method in itertools.product(results.items(), ours)
             if {method, theirs} <= set(cells)
@@ -225,7 +225,7 @@ def curves_of(cells: Mapping[str, Cell], clients: int) -> pd.DataFrame:
     for method, cell in cells.items():
         part = cell.history(method).query("round > round.max() / 10")
         total = {name: part[name] * clients for name in ("bytes", "oracle_calls")}
-        parts.append(part.assign(accuracy=part[judged_by(method)], **total))
+        parts.append(part.assign(accuracy=part[judging_metric(method)], **total))
     return pd.concat(parts, ignore_index=True)
 
 

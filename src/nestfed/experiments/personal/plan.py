@@ -148,12 +148,12 @@ class Plan:
 @functools.lru_cache(maxsize=3)
 def _images(about: DataPlan, clients: int, seed: int) -> PersonalImages:
     if about.classes:
-        return deal_classes(_loaded(about.source), clients=clients, per_client=about.classes, seed=seed)
-    return deal_writers(_loaded(about.source), writers=about.writers, newcomers=about.newcomers, seed=seed)
+        return deal_classes(_load(about.source), clients=clients, per_client=about.classes, seed=seed)
+    return deal_writers(_load(about.source), writers=about.writers, newcomers=about.newcomers, seed=seed)
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(source: str) -> Any:
+def _load(source: str) -> Any:
     return load_femnist() if source == "femnist" else load_images(source)
 
 
@@ -212,7 +212,7 @@ class Trainings(frame.Trainings[Plan]):
         before, after = np.mean(found, axis=0)
         return {"newcomer_accuracy": before, "tuned_newcomer_accuracy": after}
 
-    def finished(self) -> dict[str, dict[str, Cell]]:
+    def list_finished(self) -> dict[str, dict[str, Cell]]:
         """Data -> method -> its training, as far as they are there."""
         done = lambda data: [method for method in self.plan.methods if self.done(f"{data}-{method}")]
         found = {data: {m: self.cell(f"{data}-{m}") for m in done(data)} for data, _ in self.plan.data}

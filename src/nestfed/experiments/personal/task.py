@@ -51,16 +51,16 @@ class ImageClasses(Personalised):
 
     def sample(self, data, key, size):
         images, labels = data.draw(key, size)
-        return (random_crop_flip(self.prepared(images), fold(key, 1)) if self.vary else images), labels
+        return (random_crop_flip(self.prepare(images), fold(key, 1)) if self.vary else images), labels
 
-    def prepared(self, images: Array) -> Array:
+    def prepare(self, images: Array) -> Array:
         """Bytes are normalised; what is not bytes was varied, and normalised before that."""
         if jnp.issubdtype(images.dtype, jnp.floating):
             return images
         return normalise(images, np.asarray(self.mean, np.float32), np.asarray(self.deviation, np.float32))
 
     def features(self, u, inputs, key):
-        return self.model.features(u, self.prepared(inputs))
+        return self.model.features(u, self.prepare(inputs))
 
     def head(self, v, z):
         return dense(v, z.astype(v["weight"].dtype))
@@ -88,7 +88,7 @@ class RandomImageClasses(GaussianEncoder, ImageClasses):
         return {"extractor": extractor, "head": init_dense(fold(key, 2), self.width, self.model.outputs)}
 
     def features(self, u, inputs, key):
-        return dense(u["encoder"], self.body.features(u["body"], self.prepared(inputs)))
+        return dense(u["encoder"], self.body.features(u["body"], self.prepare(inputs)))
 
 
 def personal_task(

@@ -13,7 +13,7 @@ from nestfed.experiments import plots
 from nestfed.experiments.cells import Cell
 from nestfed.experiments.claims import Claim, all_below, all_within
 from nestfed.experiments.frame import Experiment, Page
-from nestfed.experiments.personal.page import VISIBLE, judged_by
+from nestfed.experiments.personal.page import VISIBLE, judging_metric
 from nestfed.experiments.personal.plan import FLOOR, TITLES
 from nestfed.experiments.privacy.plan import METHODS, QUICK, RELEASES, Plan, Trainings, parts
 from nestfed.report.statistics import Paired, pair
@@ -23,7 +23,7 @@ from nestfed.uploads.transforms import CLIPPED, SIGNAL
 
 def make_page(trainings: Trainings) -> Page:
     """Of what is finished."""
-    plan, results = trainings.plan, trainings.finished()
+    plan, results = trainings.plan, trainings.list_finished()
     final, about = final_table(plan, results), dict(plan.training.data)
     drawn = {}
     for data in about:
@@ -58,7 +58,7 @@ def final_table(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
     for name, cell in results.items():
         data, method, release = parts(name)
         for i, (value, facts) in enumerate(zip(plan.values(release), cell.settings, strict=True)):
-            guarantee, metric = plan.guarantee(release, value), judged_by(method)
+            guarantee, metric = plan.guarantee(release, value), judging_metric(method)
             row: dict[str, Any] = {
                 "data": data, "method": TITLES[method], "uploads": RELEASES[release] if method != FLOOR else "none",
                 "epsilon of a release": value if release in ("paper", "analytic") else math.nan,
@@ -91,7 +91,7 @@ def _median(values: np.ndarray) -> float:
 
 
 def check_claims(plan: Plan, results: Mapping[str, Cell]) -> list[Claim]:
-    final = lambda name, i=0: results[name].final(judged_by(parts(name)[1]), i)
+    final = lambda name, i=0: results[name].final(judging_metric(parts(name)[1]), i)
 
     def against(method: str, reference: str, release: str) -> dict[str, Paired]:
         return {

@@ -100,7 +100,7 @@ class Trainings(frame.Trainings[Plan]):
             seconds=sum(cell.seconds for cell in cells),
         )
 
-    def finished(self) -> dict[str, Cell]:
+    def list_finished(self) -> dict[str, Cell]:
         return {name: self.cell(name) for name in self.names() if self.done(name)}
 
 

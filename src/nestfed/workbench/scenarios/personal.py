@@ -71,11 +71,11 @@ class BinaryClasses(Personalised):
 class PersonalTableTask(PersonalTask):
     """Rows of three parts per client, (inputs, label); a client trains on the first part."""
 
-    def training(self, data):
+    def training_rows(self, data):
         return self.parts(data)[PARTS[TRAIN]]
 
     def sample(self, data, key):
-        return self.problem.sample(self.training(data), key, self.batch_size)
+        return self.problem.sample(self.training_rows(data), key, self.batch_size)
 
     def parts(self, data):
         plain = lambda i: dataclasses.replace(part_of(data, i), constants=None)
@@ -113,7 +113,7 @@ def _stage(algorithm: str, **settings: Any) -> Stage:
     return Stage(MODEL, algorithm, from_the_start, lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings})
 
 
-def _tuning(trains: str) -> Stage:
+def _tuning_stage(trains: str) -> Stage:
     """Every client goes on alone from the common model."""
     settings = lambda *_: {"lr": TUNING_LR[trains], "local_steps": LOCAL_STEPS, "trains": trains}
     return Stage(TUNING, "local-only", from_the_common_model, settings, alone=True)
@@ -124,13 +124,13 @@ METHODS: dict[str, Method] = {
     "fedavg": Method("FedAvg", "One model for all.", (_stage("fedavg-whole"),)),
     "fedavg-tuned": Method(
         "FedAvg, fine-tuned", "One model for all, with which every client goes on alone.",
-        (_stage("fedavg-whole"), _tuning("all")),
+        (_stage("fedavg-whole"), _tuning_stage("all")),
     ),
     "ditto": Method("Ditto", "Own models, drawn towards one that FedAvg trains beside them.", (_stage("ditto"),)),
     "fedrep": Method("FedRep", "A common extractor and own heads.", (_stage("fedrep", head_steps=LOCAL_STEPS),)),
     "fedbabu": Method(
         "FedBABU", "A common extractor under a fixed head; then every client trains a head alone.",
-        (_stage("fedbabu"), _tuning("head")),
+        (_stage("fedbabu"), _tuning_stage("head")),
     ),
     "fedpac": Method(
         "FedPAC", "A common extractor with aligned classes; heads are mixed between clients that are alike.",
