@@ -11,7 +11,6 @@ import lzma
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -623,13 +622,6 @@ def test_the_published_non_iid_shares():
             assert np.abs(np.sort(shares) - np.array([0.2, 0.2, 0.6]) * shares.sum()).max() <= 1
     favoured = lambda part: [np.bincount(federated.client[part & (federated.group == g)]).argmax() for g in range(5)]
     assert favoured(federated.part == TEST) == favoured(federated.part != TEST)
-
-
-def test_federating_adult_is_fast():
-    federate(adult())
-    start = time.process_time()
-    federate(adult(), partition="ratios:2:2:6", seed=1)
-    assert time.process_time() - start < 1
 
 
 def test_standard_features_take_their_means_from_training_rows_alone():

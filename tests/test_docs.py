@@ -1,6 +1,7 @@
 """Pages of docs/ whose code must run from top to bottom and print what stands below it."""
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -45,6 +46,26 @@ def test_the_code_of_a_page_runs_and_prints_what_stands_there(page, tmp_path):
     for ours, (code, expected) in zip(printed, found, strict=True):
         assert bool(expected) == ("print(" in code)
         assert_prints(ours, expected)
+
+
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
+CODE = ("src", "tests", "benchmarks", "tools")
+FILES = [path.as_posix() for folder in CODE for path in (ROOT / folder).rglob("*.py")]
+ELSEWHERE = {"src/nestfed/algorithms/mine.py"}  # files that a reader is to make
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_a_text_names_exists(path):
+    """Files, and dotted names of the library, in pages and in docstrings and comments."""
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"[`( ]((?:[a-z_]+/)*[a-z_0-9]+\.py)\b", text))
+    missing = {name for name in named if not any(file.endswith(f"/{name}") for file in FILES)} - ELSEWHERE
+    for name in set(re.findall(r"\bnestfed(?:\.[A-Za-z_]+)+", text)):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.add(name)
+    assert not missing, f"{path.name} names {sorted(missing)}"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -103,7 +103,7 @@ def test_what_compressed_uploads_look_like():
         (Quantise(bits=1), "bits"),
         ((LOCAL, CENTRAL), "two guarantees"),
         ((CENTRAL, Quantise(bits=8)), "after CentralDP"),
-        ((1.0,), "nestfed.privacy"),
+        ((1.0,), "nestfed.uploads"),
     ],
 )
 def test_wrong_uploads_are_refused(uploads, words):

@@ -180,7 +180,7 @@ def transforms_of(uploads: Uploads) -> tuple[Transform, ...]:
             continue
         if not isinstance(entry, Transform):
             raise UserError(
-                f"uploads holds {entry!r}; give transforms of nestfed.privacy, such as Clip(norm=1.0), LocalDP or "
+                f"uploads holds {entry!r}; give transforms of nestfed.uploads, such as Clip(norm=1.0), LocalDP or "
                 "CentralDP."
             )
         check_registered(entry)

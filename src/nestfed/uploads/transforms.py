@@ -296,7 +296,8 @@ def answer_all(
 def _key_for(transform: Transform, key: Array, noise: Array | None) -> Array:
     if transform.noisy and noise is None:
         raise UserError(
-            f"{type(transform).__name__} draws noise, and no key of noise was given; give nestfed.noise.fresh_key()."
+            f"{type(transform).__name__} draws noise, and no key of noise was given; give "
+            "nestfed.core.noise.fresh_key()."
         )
     return noise if transform.noisy and noise is not None else key
 

@@ -368,7 +368,7 @@ class Server:
         one number for all where they are alike): the new Shared fields.
 
         A client that stops answering is left out of the rest of the round; if nobody is left, nothing changes. With
-        `expected` (see `program.Expected`) a mean is divided by what it says, and that of nobody is noise.
+        `expected` (see `steps.Expected`) a mean is divided by what it says, and that of nobody is noise.
         """
         broadcast = None if server is None else self.algorithm.part(server, "shared")
         share = shares.__getitem__ if isinstance(shares, Mapping) else lambda _: shares

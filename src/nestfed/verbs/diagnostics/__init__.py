@@ -11,7 +11,7 @@ run, to the end of a run, or to a point of your own:
     single_level, bilevel, compositional
                            the same, differences between clients, and errors of what the algorithm keeps
     worst_case             what share of the rows a robust objective looks at
-    gradients              exact gradient, of all and per client; `hypergradients` also by any estimator of problems.py
+    gradients              exact gradient, of all and per client; `hypergradients` also by any estimator
     consensus              how far the clients' copies of shared variables drift apart within a round
     curvature, lipschitz_quotient     strong convexity and smoothness at the point
     finite_differences, estimator_error     from Python: checks of a gradient and of a stochastic estimate

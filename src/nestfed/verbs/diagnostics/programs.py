@@ -88,7 +88,7 @@ def compositional(task, server, client, data, fed):
 
 
 def worst_case(task, server, client, data, fed):
-    """What share of the rows a robust objective looks at, at the server's x: for the problems of nestfed.robust.
+    """Tell what share of the rows a robust objective (`nestfed.problems.robust`) looks at, at the server's x.
 
     effective_share  (mean w)^2 / mean w^2 of the rows' weights w: 1 if all count alike; times the number of rows it is
                      the effective sample size
@@ -114,7 +114,7 @@ def gradients(task, server, client, data, fed):
 
 
 def hypergradients(task, server, client, data, fed, estimator=EXACT):
-    """`gradients` of a bilevel problem by an estimator of problems.py, on the whole data and at the exact y(x).
+    """`gradients` of a bilevel problem by any hypergradient estimator, on the whole data and at the exact y(x).
 
     For instance `functools.partial(hypergradients, estimator=Neumann(terms=5, lr=0.1))`, to compare with the default.
     """

@@ -3,7 +3,7 @@
 Where one row in twenty is a fraud, a model that sees none is right in 95 % of rows. What counts is the order: of the
 rows that come first, how many are positive? Average precision is the mean over the positives of the precision among the
 rows that come no later, the area under the precision-recall curve. It is no mean of losses of rows: every positive is
-compared with all rows of its client, which makes it a conditional problem (`nestfed.ranking.AveragePrecision`).
+compared with all rows of its client, which makes it a conditional problem (`problems.ranking.AveragePrecision`).
 
     min over theta of the mean over positives z+ of  -precision(z+), smoothed: a row counts as coming no later where
     max(margin - h(z+) + h(z), 0)^2 is large, h the probability that the model gives

@@ -2,7 +2,7 @@
 
 A mean of losses can be small while a share of the rows is badly wrong. Here an adversary moves weight to the rows with
 the largest losses, those of all clients together, and the model minimises the mean loss that is left then (the problems
-are in `nestfed.robust`). One number says how far the adversary may go, and for all divergences 0 would be FedAvg:
+are in `nestfed.problems.robust`). One number says how far the adversary may go; for all divergences 0 would be FedAvg:
 
     kl, chi-square    strength = 1 / price of moving weight, in units of loss
     cvar              tail = 1 / (1 + strength): the share of worst rows that counts; the worse half at 1, a tenth at 9
