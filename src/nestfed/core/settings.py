@@ -18,6 +18,10 @@ class UserError(ValueError):
 
     exit_code: ClassVar[int] = 1  # of a command that ends with it
 
+    def __str__(self) -> str:
+        """The message in one line: what was given may hold line breaks."""
+        return " ".join(super().__str__().splitlines())
+
 
 def suggest(name: str, known: Iterable[str], text: str = "; did you mean {!r}?", otherwise: str = ".") -> str:
     """The text with the known name that was probably meant, whatever its case; `otherwise` where none is like it."""
