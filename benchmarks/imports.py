@@ -3,7 +3,7 @@
     python benchmarks/imports.py [--repeats 9]
 
 Systems take turns, so that what else the machine does hits all of them alike; the median of each counts. "first use" is
-the import with the names that every run needs, which loads JAX, optax and the core of nestfed.
+the import with the names that every run needs, which loads JAX and the core of nestfed.
 """
 
 import argparse

@@ -1,99 +1,85 @@
 """All algorithms by name. To add one, write its file, add its row here and add its row to tests/cases.py."""
 
 import dataclasses
+import pkgutil
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nestfed.algorithms.bsgd import BSGD, BSpiderBoost
-from nestfed.algorithms.coda import CODASCA, CODAPlus
-from nestfed.algorithms.comfedl import ComFedL
-from nestfed.algorithms.ditto import Ditto
-from nestfed.algorithms.fastdro import FastDRO
-from nestfed.algorithms.fcfl import FCFL
-from nestfed.algorithms.fcsg import FCSG, FCSGM, AccFCSGM
-from nestfed.algorithms.fedavg import FedAvg, FedProx
-from nestfed.algorithms.fedavg_co import FedAvgCO1, FedAvgCO2
-from nestfed.algorithms.fedavg_personal import FedAvgWhole, LocalOnly
-from nestfed.algorithms.fedbio import FedBiO, FedBiOAcc
-from nestfed.algorithms.fedcr import FedCR
-from nestfed.algorithms.feddro import DSFedDRO, FedDRO
-from nestfed.algorithms.fedmbo import FedMBO
-from nestfed.algorithms.fedminmax import FedMinMax
-from nestfed.algorithms.fednest import FedNest, FedNestSGD, LFedNest
-from nestfed.algorithms.fedopt import FedAdagrad, FedAdam, FedOpt, FedYogi
-from nestfed.algorithms.fedpac import FedPAC
-from nestfed.algorithms.fedreco import FedReCo, FedReCoPVR
-from nestfed.algorithms.fedrep import FedBABU, FedRep
-from nestfed.algorithms.gcivr import GCIVR
-from nestfed.algorithms.local_scgd import (
-    LocalSCGD,
-    LocalSCGDConditional,
-    LocalSCGDM,
-    LocalSCGDMConditional,
-    LocalSCGDMOwn,
-    LocalSCGDOwn,
-)
-from nestfed.algorithms.mbsgd import MBSGD, Unconstrained
-from nestfed.algorithms.pdsgd import PDSGD
-from nestfed.algorithms.scaffold import Scaffold
-from nestfed.algorithms.scgd import SCGD
-from nestfed.algorithms.simfbo import ShroFBO, SimFBO
-from nestfed.algorithms.soap import SOAP
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError, suggest, validate
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    "fedavg": FedAvg,
-    "fedprox": FedProx,
-    "scaffold": Scaffold,
-    "fedopt": FedOpt,
-    "fedadagrad": FedAdagrad,
-    "fedadam": FedAdam,
-    "fedyogi": FedYogi,
-    "fedbio": FedBiO,
-    "fedbioacc": FedBiOAcc,
-    "fednest": FedNest,
-    "lfednest": LFedNest,
-    "fednest-sgd": FedNestSGD,
-    "fedmbo": FedMBO,
-    "simfbo": SimFBO,
-    "shrofbo": ShroFBO,
-    "fedminmax": FedMinMax,
-    "fcfl": FCFL,
-    "fedavg-co-1": FedAvgCO1,
-    "fedavg-co-2": FedAvgCO2,
-    "feddro": FedDRO,
-    "ds-feddro": DSFedDRO,
-    "mbsgd": MBSGD,
-    "unconstrained": Unconstrained,
-    "scgd": SCGD,
-    "gcivr": GCIVR,
-    "comfedl": ComFedL,
-    "local-scgd": LocalSCGD,
-    "local-scgdm": LocalSCGDM,
-    "local-scgd-own": LocalSCGDOwn,
-    "local-scgdm-own": LocalSCGDMOwn,
-    "local-scgd-conditional": LocalSCGDConditional,
-    "local-scgdm-conditional": LocalSCGDMConditional,
-    "fastdro": FastDRO,
-    "pdsgd": PDSGD,
-    "fcsg": FCSG,
-    "fcsg-m": FCSGM,
-    "acc-fcsg-m": AccFCSGM,
-    "bsgd": BSGD,
-    "bspiderboost": BSpiderBoost,
-    "coda-plus": CODAPlus,
-    "codasca": CODASCA,
-    "soap": SOAP,
-    "fedreco": FedReCo,
-    "fedreco-pvr": FedReCoPVR,
-    "ditto": Ditto,
-    "fedrep": FedRep,
-    "fedbabu": FedBABU,
-    "fedpac": FedPAC,
-    "fedcr": FedCR,
-    "fedavg-whole": FedAvgWhole,
-    "local-only": LocalOnly,
-}
+
+class Registry(Mapping[str, type[Algorithm]]):
+    """Classes of algorithms by name. The file of one is imported when it is asked for, which most of them never are."""
+
+    def __init__(self, places: Mapping[str, str]):
+        self._places = places  # "file:Class" by name
+
+    def __getitem__(self, name: str) -> type[Algorithm]:
+        return pkgutil.resolve_name(f"{__name__}.{self._places[name]}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+ALGORITHMS = Registry(
+    {
+        "fedavg": "fedavg:FedAvg",
+        "fedprox": "fedavg:FedProx",
+        "scaffold": "scaffold:Scaffold",
+        "fedopt": "fedopt:FedOpt",
+        "fedadagrad": "fedopt:FedAdagrad",
+        "fedadam": "fedopt:FedAdam",
+        "fedyogi": "fedopt:FedYogi",
+        "fedbio": "fedbio:FedBiO",
+        "fedbioacc": "fedbio:FedBiOAcc",
+        "fednest": "fednest:FedNest",
+        "lfednest": "fednest:LFedNest",
+        "fednest-sgd": "fednest:FedNestSGD",
+        "fedmbo": "fedmbo:FedMBO",
+        "simfbo": "simfbo:SimFBO",
+        "shrofbo": "simfbo:ShroFBO",
+        "fedminmax": "fedminmax:FedMinMax",
+        "fcfl": "fcfl:FCFL",
+        "fedavg-co-1": "fedavg_co:FedAvgCO1",
+        "fedavg-co-2": "fedavg_co:FedAvgCO2",
+        "feddro": "feddro:FedDRO",
+        "ds-feddro": "feddro:DSFedDRO",
+        "mbsgd": "mbsgd:MBSGD",
+        "unconstrained": "mbsgd:Unconstrained",
+        "scgd": "scgd:SCGD",
+        "gcivr": "gcivr:GCIVR",
+        "comfedl": "comfedl:ComFedL",
+        "local-scgd": "local_scgd:LocalSCGD",
+        "local-scgdm": "local_scgd:LocalSCGDM",
+        "local-scgd-own": "local_scgd:LocalSCGDOwn",
+        "local-scgdm-own": "local_scgd:LocalSCGDMOwn",
+        "local-scgd-conditional": "local_scgd:LocalSCGDConditional",
+        "local-scgdm-conditional": "local_scgd:LocalSCGDMConditional",
+        "fastdro": "fastdro:FastDRO",
+        "pdsgd": "pdsgd:PDSGD",
+        "fcsg": "fcsg:FCSG",
+        "fcsg-m": "fcsg:FCSGM",
+        "acc-fcsg-m": "fcsg:AccFCSGM",
+        "bsgd": "bsgd:BSGD",
+        "bspiderboost": "bsgd:BSpiderBoost",
+        "coda-plus": "coda:CODAPlus",
+        "codasca": "coda:CODASCA",
+        "soap": "soap:SOAP",
+        "fedreco": "fedreco:FedReCo",
+        "fedreco-pvr": "fedreco:FedReCoPVR",
+        "ditto": "ditto:Ditto",
+        "fedrep": "fedrep:FedRep",
+        "fedbabu": "fedrep:FedBABU",
+        "fedpac": "fedpac:FedPAC",
+        "fedcr": "fedcr:FedCR",
+        "fedavg-whole": "fedavg_personal:FedAvgWhole",
+        "local-only": "fedavg_personal:LocalOnly",
+    }
+)
 
 
 def find(name: str) -> type[Algorithm]:
