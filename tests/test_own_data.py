@@ -33,7 +33,7 @@ def write(path, frame, separator=",", encoding="utf-8"):
     return path
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
 def test_separators_and_encodings(separator, encoding, tmp_path):
     path = write(tmp_path / "people.csv", people(), separator, encoding)
@@ -201,12 +201,16 @@ def test_roles_that_cannot_be(roles, message, tmp_path):
 
 
 def test_paths_that_are_no_files(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.md").write_text("none")
     write(tmp_path / "people.csv", people())
-    with pytest.raises(UserError, match="is a folder, .*it holds people.csv"):
-        read_table(tmp_path, label="paid")
-    with pytest.raises(UserError, match="there is no file .*peple.csv; the folder .* holds people.csv"):
+    with pytest.raises(UserError, match="folder .*empty has no CSV or Parquet file; the folder .*holds notes.md"):
+        read_table(tmp_path / "empty", label="paid")
+    with pytest.raises(UserError, match=r"no file matches .*\*.tsv; the folder .* holds people.csv"):
+        read_table(tmp_path / "*.tsv", label="paid")
+    with pytest.raises(UserError, match="no file or folder .*peple.csv; the folder .* holds people.csv"):
         read_table(tmp_path / "peple.csv", label="paid")
-    with pytest.raises(UserError, match="there is no file"):
+    with pytest.raises(UserError, match="there is no file or folder"):
         read_table(tmp_path / "nowhere" / "people.csv", label="paid")
 
 
@@ -237,3 +241,114 @@ def test_any_bytes_give_a_table_or_one_sentence(tmp_path_factory, content):
         assert "\n" not in str(error) and re.search(r"\w .*[.?]$", str(error))  # one sentence or two, in one line
     else:
         assert set(table.labels()) == {0, 1}
+
+
+# ------------------------------------------------------------------------------------------------- what people have
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"], ids=["unix", "windows", "old mac"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_ends_of_lines(newline, compressed, tmp_path):
+    content = people().to_csv(index=False, lineterminator=newline).encode()
+    path = tmp_path / ("people.csv.gz" if compressed else "people.csv")
+    path.write_bytes(gzip.compress(content) if compressed else content)
+    pd.testing.assert_frame_equal(read_table(path, label="paid").frame, people(), check_dtype=False)
+
+
+def test_a_table_with_every_kind_of_column_can_be_trained_on(tmp_path):
+    i = np.arange(2000)
+    frame = pd.DataFrame(
+        {
+            "größe in cm": np.where(i % 10, 150 + i % 50, np.nan),
+            "odd": np.where(i % 7, i % 5, np.inf),
+            "constant": 1,
+            "nothing": np.nan,
+            "day": pd.date_range("2020-01-01", periods=len(i)).astype(str),
+            "month": pd.Series(pd.date_range("2020-01-01", periods=12).astype(str)).take(i % 12).to_numpy(),
+            "trade": [f"trade {k}" for k in i % 150],
+            "street": [f"street {k}" for k in i % 500],
+            "smokes": np.where(i % 3, "no", "yes"),
+            "ill": np.where((i * 7) % 5, "no", "yes"),
+        }
+    )
+    table = read_table(write(tmp_path / "p.csv", frame), label="ill")
+    assert table.drop == ("day", "street") and [note.split()[0] for note in table.notes] == ["'day'", "'street'"]
+    federated = federate(table, clients=3, by_group=False)
+    assert np.isfinite(federated.inputs).all() and federated.inputs.std(0).min() > 0
+    names = set(federated.feature_names)
+    assert names >= {"größe in cm", "größe in cm missing", "odd missing", "smokes=yes", "trade=trade 149"}
+    assert not names & {"constant", "nothing"} and "month=2020-01-12" in names
+    spreadsheet = pd.DataFrame({"ill": ["yes", "no"]}).to_csv(index=False).encode("utf-16")
+    (tmp_path / "p.csv").write_bytes(spreadsheet)
+    with pytest.raises(UserError, match="does not hold text .*can be saved as CSV"):
+        read_table(tmp_path / "p.csv", label="ill")
+
+
+# ------------------------------------------------------------------------------------------------- a file per client
+
+
+@pytest.fixture
+def sites(tmp_path):
+    """Three files of one table, each as another program writes it."""
+    folder = tmp_path / "sites"
+    folder.mkdir()
+    frame = people(income=[i + 0.5 for i in range(ROWS)], code=np.arange(ROWS) % 3)
+    write(
+        folder / "berlin.csv", frame[:8].assign(income=frame.income[:8].map(lambda v: f"{v:,}".replace(".", ","))), ";"
+    )
+    letters = frame[8:16].assign(code=["x", "1"] * 4)
+    (folder / "st.paul.csv.gz").write_bytes(gzip.compress(letters[letters.columns[::-1]].to_csv(index=False).encode()))
+    frame[16:].assign(code=[None, 1, 2, 2, 1, 2, 1, 2]).to_parquet(folder / "oslo.parquet")  # whole numbers, with a gap
+    (folder / "README").write_text("not a table")
+    (folder / ".~lock.berlin.csv").write_text("nor this")
+    return folder
+
+
+@pytest.mark.parametrize("path", ["sites", "sites/*.*"])
+def test_every_file_is_a_client(path, sites):
+    table = read_table(sites.parent / path, label="paid")
+    assert table.name == "3 files of sites" and table.client == "file"
+    assert table.frame["file"].tolist() == ["berlin"] * 8 + ["oslo"] * 8 + ["st.paul"] * 8
+    assert sorted(table.frame["income"]) == [i + 0.5 for i in range(ROWS)]  # with decimal commas, and with points
+    assert table.frame["code"].value_counts().to_dict() == {"1": 10, "2": 6, "0": 3, "x": 4}
+    federated = federate(table, test_fraction=0.25, by_group=False, positives=False)
+    assert federated.client_names == ("berlin", "oslo", "st.paul")
+    assert not any("file" in name for name in federated.feature_names)
+
+
+def test_clients_may_be_a_column_of_several_files(sites):
+    table = read_table(sites, label="paid", clients="town")
+    assert table.client == "town" and "file" not in table.frame
+
+
+def test_names_of_clients_tell_files_apart(tmp_path):
+    for name in ("north/data.csv", "south/data.csv", "south/data.csv.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        content = people(file=1).to_csv(index=False).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    table = read_table(tmp_path / "*" / "data.csv", label="paid")
+    assert table.client == "file 2"  # "file" is a column of theirs
+    assert list(dict.fromkeys(table.frame["file 2"])) == ["north/data", "south/data"]
+    table = read_table(tmp_path / "**" / "data.*", label="paid")
+    names = ["north/data.csv", "south/data.csv", "south/data.csv.gz"]
+    assert list(dict.fromkeys(table.frame["file 2"])) == names
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.rename(columns={"age": "Age"}), "b.csv has no column 'age' .nearest: 'Age'., but .*a.csv has"),
+        (lambda f: f.assign(wage=1), "a.csv has no column 'wage' .nearest: 'age'., but .*b.csv has"),
+        (lambda f: f[:0], "b.csv has column names but no rows"),
+    ],
+)
+def test_files_that_do_not_agree(change, message, tmp_path):
+    write(tmp_path / "a.csv", people())
+    write(tmp_path / "b.csv", change(people()))
+    with pytest.raises(UserError, match=message):
+        read_table(tmp_path, label="paid")
+
+
+def test_one_file_in_a_folder_is_no_federation_by_itself(tmp_path):
+    write(tmp_path / "a.csv", people())
+    assert read_table(tmp_path, label="paid").client is None

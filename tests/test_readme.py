@@ -53,7 +53,11 @@ def test_other_commands_run_as_they_stand_there(commands, tmp_path, call):
     sex, region = random.choice(["f", "m"], 300), random.choice(["north", "south", "east"], 300)
     age = random.integers(18, 80, 300)
     income = np.where(age + 10 * (sex == "m") + 20 * random.normal(size=300) > 55, "high", "low")
-    pd.DataFrame({"age": age, "sex": sex, "region": region, "income": income}).to_csv(tmp_path / "my.csv", index=False)
+    table = pd.DataFrame({"age": age, "sex": sex, "region": region, "income": income})
+    table.to_csv(tmp_path / "my.csv", index=False)
+    (tmp_path / "sites").mkdir()
+    for name, rows in table.groupby("region"):
+        rows.to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
     for command in commands:
         _, verb, *words = shlex.split(command)
         if command == AS_A_PROCESS:

@@ -234,16 +234,19 @@ def table(rows=240, seed=0):
     )
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_own_data_in_one_command(call, suffix, tmp_path):
-    path = Path(f"my.{suffix}")
-    table().to_csv(path, index=False) if suffix == "csv" else table().to_parquet(path, index=False)
+@pytest.mark.parametrize("data", ["my.csv", "sites/*.parquet"])
+def test_own_data_in_one_command(call, data, tmp_path):
+    Path("sites").mkdir()
+    table().to_csv("my.csv", index=False)
+    for region, rows in table().groupby("region"):
+        rows.drop(columns="region").to_parquet(f"sites/{region}.parquet", index=False)
+    clients, column = (["--clients", "region"], "region") if data == "my.csv" else ([], "file")
     code, out, err = call(
-        "run", "--data", path, "--label", "income", "--positive", "high", "--group", "sex", "--clients", "region",
+        "run", "--data", data, "--label", "income", "--positive", "high", "--group", "sex", *clients,
         "--steps", "20", "--evaluations", "4", "--out", "mine",
     )  # fmt: skip
     assert code == 0, err
-    assert "region" in out and "client" in out and "mine/report.html" in out  # the summary comes first
+    assert column in out and "client" in out and "mine/report.html" in out  # the summary comes first
     holdings = Record.load(Path("mine")).holdings
     assert set(holdings.client) == {"north", "south", "east"} and set(holdings.group) == {"f", "m"}
     assert holdings.rows.sum() == 240
@@ -255,6 +258,20 @@ def test_own_data_in_one_command(call, suffix, tmp_path):
     assert "positive means income = high" in out
     os.chdir("/")  # the settings name the file for good
     assert call("run", tmp_path / "mine" / "settings.toml", "--resume", "--quiet")[0] == 0
+
+
+def test_a_folder_of_files_can_be_dealt_anew_and_a_pattern_belongs_in_quotes(call):
+    Path("sites").mkdir()
+    for region, rows in table().groupby("region"):
+        rows.drop(columns="region").to_csv(f"sites/{region}.csv", index=False)
+    roles = {"label": "income", "positive": "high", "group": "sex"}
+    _, held = workbench.describe_data(data="sites/", clients="4", **roles)[-1]
+    assert held["client"].tolist() == ["client 1", "client 2", "client 3", "client 4"]
+    assert "/sites/*.csv' --label" in Request.of({"data": "sites/*.csv", **roles}).command()
+    code, _, err = call("run", "--data", "sites/east.csv", "sites/north.csv", "sites/south.csv", "--label", "income")
+    assert code == 1 and err.startswith("nestfed: 3 files were given") and "--data 'sites/*.csv'" in err
+    code, _, err = call("run", "--data", "sites")
+    assert code == 1 and "unknown data 'sites'" in err and "your folder is sites/" in err
 
 
 def test_a_run_reads_its_data_and_its_settings_once(call, monkeypatch):

@@ -136,6 +136,12 @@ class TaskCommand(TyperCommand):
         self.verb.act(merge_file(file, {"task": self.task.name, **given}), file, **own)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        files = [word for word in args if Path(word).suffix not in ("", ".toml") and Path(word).is_file()]
+        if len(files) > 1:  # the shell has replaced a pattern
+            raise UserError(
+                f"{len(files)} files were given ({', '.join(files[:3])}...) where one may stand; for one file per "
+                "client, put the pattern in quotes (--data 'sites/*.csv'), or give their folder (--data sites/)."
+            )
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

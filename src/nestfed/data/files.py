@@ -1,8 +1,11 @@
-"""The user's own table: a CSV or Parquet file, read forgivingly, with a note for everything that was changed."""
+"""The user's own table: a CSV or Parquet file, or one per client, read forgivingly, with a note for every change."""
 
 import csv
+import glob
 import gzip
 import io
+import itertools
+import os
 import re
 import warnings
 import zlib
@@ -16,10 +19,24 @@ import pandas as pd
 import pyarrow
 import pyarrow.parquet
 
-from nestfed.core.settings import UserError
+from nestfed.core.settings import UserError, suggest
 from nestfed.data.partition import by_column
-from nestfed.data.table import Column, Table, check_column, columns_of, equals, is_number, listing, to_number
+from nestfed.data.table import (
+    NEAREST,
+    Column,
+    Table,
+    check_column,
+    columns_of,
+    equals,
+    is_number,
+    listing,
+    to_number,
+    value_name,
+)
 
+TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".txt", ".parquet")  # of the files of a folder that count
+FILE = "file"  # the column that names a row's file, where there are several
+SEPARATORS = ",;\t|"
 POSITIVE_WORDS = ("1", "yes", "true", "y")
 NUMERIC_SHARE = 0.9  # a text column is numeric if at least this share of its values are numbers
 MOST_CATEGORIES = 200
@@ -35,25 +52,28 @@ def read_table(
     threshold: float | None = None,
     drop: Sequence[str] = (),
 ) -> Table:
-    """A CSV file (comma, semicolon or tab; plain or .gz) or a Parquet file.
+    """A CSV file (comma, semicolon, tab or |; plain or .gz), a Parquet file, or one such file per client: the path of
+    their folder, or a pattern such as sites/*.csv. Several files need the same columns, in any order.
 
     label      the column to predict. With two values, 1 is true / 1 / yes / y if one of them is that, otherwise the
                rarer one; `positive` names it, and `threshold` makes a label of a number
     group      the column of the sensitive groups, or several joined by "+"; missing values are the group "missing"
-    clients    the column that names each row's client
+    clients    the column that names each row's client; of several files, None means that every file is one, by its name
     drop       columns that must not be features
 
     Text columns of which 90 % are numbers become numbers, the rest of them missing. Row counters, and text columns with
     too many different values to be categories, are dropped. `Table.notes` says so for each.
     """
-    path = Path(path).expanduser()
-    frame, decimal_comma = _read(path)
-    name = path.name
-    if frame.empty:
-        raise UserError(f"{name} has column names but no rows; give a file with data below the first line.")
+    files = _find_files(Path(path).expanduser())
+    frame, decimal_comma, file_of_row = _read_all(files)
+    name = files[0].name if len(files) == 1 else f"{len(files)} files of {_common_folder(files).name}"
     check_column(frame.columns, label, "label", name)
     if clients is not None:
         check_column(frame.columns, clients, "clients", name)
+    elif len(files) > 1:
+        names = itertools.chain([FILE], (f"{FILE} {i}" for i in itertools.count(2)))
+        clients = next(name for name in names if name not in frame)
+        frame = frame.assign(**{clients: np.array(_name_by_file(files), object)[file_of_row]})
     for column in drop:
         check_column(frame.columns, column, "drop", name)
     if positive is not None and threshold is not None:
@@ -82,7 +102,7 @@ def read_table(
         groups=groups,
         client=clients,
         drop=(*drop, *identifiers),
-        origin=f"the file {name}",
+        origin=f"the file {name}" if len(files) == 1 else f"the {name}",
         notes=tuple(notes),
     )
     table.labels()  # these three refuse what cannot be used
@@ -99,16 +119,71 @@ def read_table(
 # ------------------------------------------------------------------------------------------------- reading
 
 
+def _find_files(path: Path) -> list[Path]:
+    """The file, or those of a folder or a pattern, in the order of their names."""
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        is_table = lambda file: file.is_file() and file.name.lower().endswith(TABLE_ENDINGS)
+        files = sorted(file for file in path.iterdir() if is_table(file) and not file.name.startswith("."))
+        folder, problem = path, f"the folder {path} has no CSV or Parquet file"
+    elif glob.has_magic(str(path)):
+        files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
+        folder, problem = path.parent, f"no file matches {path}"
+    else:
+        files, folder, problem = [], path.parent, f"there is no file or folder {path}"
+    if not files:
+        near = sorted(file.name for file in folder.glob("*.*")) if folder.is_dir() else []
+        hint = f"; the folder {folder} holds {listing(near)}" if near else ""
+        raise UserError(f"{problem}{hint}; give the path of a CSV or Parquet file, or a folder of one per client.")
+    return files
+
+
+def _common_folder(files: Sequence[Path]) -> Path:
+    return Path(os.path.commonpath([file.parent.resolve() for file in files]))
+
+
+def _name_by_file(files: Sequence[Path]) -> list[str]:
+    """A name for every file: its own without the ending, or as much of its path as tells it from the others."""
+    folder = _common_folder(files)
+    whole = [file.resolve().relative_to(folder).as_posix() for file in files]
+    without = [re.sub(r"\.\w+(\.gz)?$", "", path) for path in whole]
+    shortest = [path.rpartition("/")[2] for path in without]
+    return next((names for names in (shortest, without) if len(set(names)) == len(files)), whole)
+
+
+def _read_all(files: Sequence[Path]) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
+    """The rows of all files, whether a row's numbers may have a decimal comma, and the number of its file."""
+    frames, commas = zip(*map(_read, files), strict=True)
+    sizes = [len(frame) for frame in frames]
+    for file, frame in zip(files, frames, strict=True):
+        _check_same_columns(files[0], frames[0].columns, file, frame.columns)
+    joined = frames[0]
+    if len(files) > 1:
+        joined = pd.DataFrame({name: _join([frame[name] for frame in frames]) for name in frames[0].columns})
+    return joined, np.repeat(commas, sizes), np.repeat(np.arange(len(files)), sizes)
+
+
+def _check_same_columns(first: Path, columns: Sequence[str], other: Path, its_columns: Sequence[str]) -> None:
+    for has, had, lacks, lacked in ((first, columns, other, its_columns), (other, its_columns, first, columns)):
+        for column in had:
+            if column not in lacked:
+                raise UserError(
+                    f"{lacks} has no column {column!r}{suggest(column, lacked, *NEAREST)}, but {has} has; files that "
+                    "are read together need the same columns."
+                )
+
+
+def _join(parts: Sequence[Column]) -> Column:
+    """A column of several files. A file may hold numbers only where another has text: 1.0 is then written as 1."""
+    known = [part for part in parts if part.notna().any()]  # an empty column has no kind
+    if any(map(is_number, known)) and not all(map(is_number, known)):
+        parts = [part.map(value_name).where(part.notna()) if is_number(part) else part for part in parts]
+    return pd.concat(parts, ignore_index=True)
+
+
 def _read(path: Path) -> tuple[pd.DataFrame, bool]:
     """The frame as it stands, and whether its numbers may have a decimal comma."""
-    if path.is_dir():
-        inside = sorted(file.name for file in path.iterdir() if file.suffix in (".csv", ".gz", ".parquet"))
-        hint = f"; it holds {listing(inside)}" if inside else ""
-        raise UserError(f"{path} is a folder, a CSV or Parquet file was expected{hint}.")
-    if not path.is_file():
-        near = sorted(file.name for file in path.parent.glob("*.*")) if path.parent.is_dir() else []
-        hint = f"; the folder {path.parent} holds {listing(near)}" if near else ""
-        raise UserError(f"there is no file {path}{hint}; give the path of a CSV or Parquet file.")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -116,8 +191,12 @@ def _read(path: Path) -> tuple[pd.DataFrame, bool]:
     if not content:
         raise UserError(f"{path} is empty; give a CSV file with a line of column names, or a Parquet file.")
     if content[:4] == b"PAR1" or path.suffix == ".parquet":
-        return _read_parquet(path, content), False
-    return _read_csv(path, content)
+        frame, decimal_comma = _read_parquet(path, content), False
+    else:
+        frame, decimal_comma = _read_csv(path, content)
+    if frame.empty:
+        raise UserError(f"{path.name} has column names but no rows; give a file with data below the first line.")
+    return frame, decimal_comma
 
 
 def _read_parquet(path: Path, content: bytes) -> pd.DataFrame:
@@ -187,7 +266,7 @@ def _separator(text: str) -> str:
         cells = [len(row) for row in csv.reader(lines, delimiter=separator, skipinitialspace=True) if row]
         return len(set(cells)) == 1 and cells[0] > 1, cells[0] if cells else 0
 
-    return max(",;\t", key=quality)
+    return max(SEPARATORS, key=quality)
 
 
 def _check_names(names: Sequence[str], path: Path) -> None:
@@ -199,13 +278,15 @@ def _check_names(names: Sequence[str], path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- kinds of columns
 
 
-def _with_numbers(frame: pd.DataFrame, decimal_comma: bool, as_read: set[str | None]) -> tuple[pd.DataFrame, list[str]]:
+def _with_numbers(
+    frame: pd.DataFrame, decimal_comma: np.ndarray, as_read: set[str | None]
+) -> tuple[pd.DataFrame, list[str]]:
     """Text that is nearly all numbers becomes numbers, unless it is to stay as read; other objects become text."""
     notes, columns = [], {}
     for name, values in columns_of(frame):
         if not (is_number(values) or pd.api.types.is_bool_dtype(values)):
             text = values.astype(str).str.strip().where(values.notna())
-            numeric = to_number(text.str.replace(",", ".") if decimal_comma else text)
+            numeric = to_number(text.where(~decimal_comma, text.str.replace(",", ".")))
             present, parsed = int(text.notna().sum()), int(numeric.notna().sum())
             if name in as_read or parsed < NUMERIC_SHARE * present or parsed == 0:
                 values = text

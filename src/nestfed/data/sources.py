@@ -5,6 +5,7 @@ import dataclasses
 import importlib.resources
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -263,7 +264,9 @@ def describe() -> pd.DataFrame:
 def load(name: str) -> Table:
     """A public table by its name."""
     if name not in SOURCES:
-        raise UserError(f"unknown data {name!r}{suggest(name, SOURCES, *NEAREST)}; known are {', '.join(SOURCES)}.")
+        folder = f" (your folder is {name}/, with the slash)" if Path(name).is_dir() else ""
+        hint = f"{suggest(name, SOURCES, *NEAREST)}{folder}; known are {', '.join(SOURCES)}"
+        raise UserError(f"unknown data {name!r}{hint}.")
     source = SOURCES[name]
     frame = obtain(name, source, lambda contents, where: _read(name, source, contents, where), source.bundled)
     return Table(name=name, frame=frame, **source.roles)

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import glob
 import itertools
 import shlex
 import time
@@ -138,7 +139,8 @@ def _describe(trials: Trials[Any]) -> Tables:
 
 def _name_run(request: Request) -> str:
     """<task>-<data>-<methods>"""
-    data = Path(str(request.options.get("data", ""))).stem
+    parts = [part for part in Path(str(request.options.get("data", ""))).parts if not glob.has_magic(part)]
+    data = Path(parts[-1]).stem if parts else ""
     methods = request.methods if len(request.methods) < 4 else [*request.methods[:2], "and-others"]
     return "-".join(word for word in (request.task, data, *methods) if word)
 

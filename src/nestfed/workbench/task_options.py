@@ -6,6 +6,7 @@ is in `scenarios/`. Nothing here imports JAX or pandas: help must come at once.
 """
 
 import dataclasses
+import glob
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ NEIGHBOURS = "replace"  # of a guarantee
 LARGE_TABLE = 5000  # rows; a table of more of them has larger batches
 BATCH_SIZES = (32, 128)  # of a small table and of a large one
 UNEVEN = "dirichlet:0.5"  # clients that differ
+PATH_MARKS = "./\\*?["  # no data set by name has one of these
 
 
 def lower_all(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -26,8 +28,14 @@ def lower_all(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def locate(data: str) -> str:
-    """A file by its whole path: the run can go on from any folder."""
-    return str(Path(data).resolve()) if Path(data).is_file() else data
+    """A file, a folder/ or a pattern by its whole path: the run can go on from any folder."""
+    is_folder = Path(data).is_dir() and is_path(data)
+    return str(Path(data).resolve()) if is_folder or Path(data).is_file() or glob.has_magic(data) else data
+
+
+def is_path(data: str) -> bool:
+    """Is it the user's own, and no data set by name?"""
+    return any(mark in data for mark in PATH_MARKS)
 
 
 # ------------------------------------------------------------------------------------------------- every run
@@ -96,8 +104,9 @@ class TabularOptions(OptionSet):
     usual_partition: ClassVar[str] = UNEVEN  # of a table whose rows have no clients yet
 
     data: str = option(
-        "a data set (`nestfed list data`), or your CSV or Parquet file", panel=DATA, default="adult", convert=locate
-    )
+        "a data set (`nestfed list data`), or your CSV or Parquet file", panel=DATA, default="adult", convert=locate,
+        more="One file per client: their folder, sites/, or a pattern in quotes, 'sites/*.csv'.",
+    )  # fmt: skip
     label: str | None = option("column to predict", panel=DATA, usual="that of the data set; your file needs one")
     positive: str | None = option("value of the label that counts as 1", panel=DATA, usual="found where it is clear")
     threshold: float | None = option(
@@ -107,7 +116,9 @@ class TabularOptions(OptionSet):
         "column of groups that are judged one by one; sex+race joins two", panel=DATA, usual="none"
     )
     clients: str | None = option(
-        "number of clients, or the column that names them", panel=DATA, usual="3, or those of the data set"
+        "number of clients, or the column that names them",
+        panel=DATA,
+        usual="3, those of the data set, or one per file",
     )
     partition: str | None = option(
         "how rows are dealt to clients: iid, dirichlet:0.5, shards:2, classes:1, ratios:2:6",
@@ -141,8 +152,8 @@ class TabularOptions(OptionSet):
 
     @property
     def path(self) -> str | None:
-        """The user's own file, or None for a data set by name."""
-        return self.data if any(mark in self.data for mark in "./\\") else None
+        """The user's own file or files, or None for a data set by name."""
+        return self.data if is_path(self.data) else None
 
     def batch_rows(self, rows: int) -> int:
         """Rows per batch, of a table with so many rows."""

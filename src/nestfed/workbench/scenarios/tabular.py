@@ -331,9 +331,10 @@ class Tabular(Scenario[Setup]):
                 f"clients={chosen.clients!r} names a column and partition={chosen.partition!r} deals rows otherwise; "
                 "give a number of clients, or leave the partition out."
             )
+        by_column = self.table.client is not None and chosen.client_number is None
         data = federate(
             self.table, group=chosen.group, clients=chosen.client_number, test_fraction=chosen.test_fraction,
-            partition=chosen.partition or ("column" if self.table.client is not None else chosen.usual_partition),
+            partition=chosen.partition or ("column" if by_column else chosen.usual_partition),
             recipe=chosen.features, keep_group=chosen.keep_group, seed=seed, by_group=self.needs_group,
             positives=self.needs_positives,
         )  # fmt: skip
