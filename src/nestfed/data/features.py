@@ -69,7 +69,8 @@ class Number:
         elif recipe != "minimax-fair-raw" and filled.any():
             scale = float(10.0 ** np.floor(np.log10(np.abs(filled).max())))
         # A column may vary as a whole and be constant in the rows that count: then there is nothing to divide by.
-        return cls(str(values.name), centre, scale or 1.0, fill, constant, bool(missing.any()), coded)
+        marked = bool(missing.any() and not missing.all())
+        return cls(str(values.name), centre, scale or 1.0, fill, constant, marked, coded)
 
     @property
     def numeric(self) -> bool:
