@@ -1,4 +1,4 @@
-"""Every command and every snippet of the README runs as it stands there."""
+"""Every command and every snippet of the README, and of the pages it grew out of, runs as it stands there."""
 
 import os
 import re
@@ -11,12 +11,21 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import nestfed as nestfed_package
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
+PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "own-data", "command-line")]
+OWN_PROBLEM = (ROOT / "docs" / "own-problem.md").read_text()
+
+
+def commands_of(page):
+    return [line for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines()]
+
+
+def snippets_of(page):
+    return re.findall(r"```python\n(.*?)```", page, re.S)
+
+
+COMMANDS = list(dict.fromkeys(command for page in (README, *PAGES) for command in commands_of(page)))
 
 
 SEPARATE = {'pip install -e ".[dev]"', "nestfed demo", "python -m pytest -n auto", "nestfed reproduce fairness --quick"}
@@ -40,14 +49,15 @@ def test_the_commands_that_run_elsewhere_are_these():
     assert '-e ".[dev]"' in ci and "grep -m 1 '^python -m pytest' README.md" in ci
 
 
-FOLDER = re.compile(r"\bruns/[ab]\b")
-TOGETHER = [command for command in COMMANDS if FOLDER.search(command)]  # what one leaves another reads
-ALONE = [[command] for command in COMMANDS if command not in SEPARATE and command not in TOGETHER]
+# What one command leaves in a folder another one reads: those of a page go together.
+TOGETHER = [[command for command in commands_of(page) if " runs/" in command] for page in PAGES]
+TOGETHER = [commands for commands in TOGETHER if commands]
+ALONE = [[command] for command in COMMANDS if command not in SEPARATE and not any(command in t for t in TOGETHER)]
 AS_A_PROCESS = ALONE[0][0]
 PRINTS_A_PAGE = {"run", "compare", "report"}
 
 
-@pytest.mark.parametrize("commands", [TOGETHER, *ALONE], ids=lambda commands: commands[-1])
+@pytest.mark.parametrize("commands", [*TOGETHER, *ALONE], ids=lambda commands: commands[-1])
 def test_other_commands_run_as_they_stand_there(commands, tmp_path, call):
     random = np.random.default_rng(0)
     sex, region = random.choice(["f", "m"], 300), random.choice(["north", "south", "east"], 300)
@@ -96,25 +106,14 @@ def test_reproduction_writes_its_page(tmp_path):
     pd.testing.assert_frame_equal(pd.read_csv(page.parent / "tables" / "table1.csv"), table)
 
 
-SWEEP = re.search(r"`(nestfed\.sweep\(.*?rounds=50\))`", README, re.S)
-
-
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\bnestfed\.[a-z_.]+[a-z]", README))))
-def test_every_name_of_the_readme_exists_after_import(name):
-    found = nestfed_package
-    for part in name.split(".")[1:]:
-        found = getattr(found, part)
-
-
-def test_there_are_three_snippets():
-    assert len(SNIPPETS) == 3
+SWEEP = re.search(r"`(nestfed\.sweep\(.*?rounds=50\))`", OWN_PROBLEM, re.S)
+(OWN_ALGORITHM,), (NAMED_TASK,), (A_PROBLEM,) = map(snippets_of, (README, PAGES[1], OWN_PROBLEM))
 
 
 @pytest.mark.parametrize(
-    "snippet",
-    [SNIPPETS[0], f"{SNIPPETS[1]}\n{SWEEP.group(1)}", SNIPPETS[2]],
+    "snippet", [NAMED_TASK, f"{A_PROBLEM}\n{SWEEP.group(1)}", OWN_ALGORITHM],
     ids=["named task", "own problem and sweep", "own algorithm"],
-)
+)  # fmt: skip
 def test_snippet_runs(snippet, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=300,
