@@ -1,10 +1,14 @@
 """What a checkpoint knows a run by: code, closures, defaults and globals, the same in every process."""
 
 import functools
+import importlib
+import random
 import subprocess
 import sys
 import textwrap
 import threading
+from enum import Enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ import optax
 import pytest
 from cases import regression
 from numpy.testing import assert_allclose
+from scipy import interpolate
 
 from nestfed import Rows, Schedule, Task, make, simulate, struct
 from nestfed.algorithms.fedavg import FedAvg
@@ -20,15 +25,26 @@ from nestfed.core.identity import Unidentifiable, identify
 from nestfed.core.settings import UserError, static
 from nestfed.problems import SingleLevel
 from nestfed.problems.robust import MeanLoss
+from nestfed.uploads.privacy import LocalDP
+from nestfed.uploads.transforms import Transform
 from nestfed.verbs.checkpoints import CheckpointError
 
 
 def compiled(source, **names):
     """What `source` binds as `f`, as if it stood in a file of the user's."""
-    names = {"__name__": "own", "jnp": jnp, "np": np, "jax": jax} | names
+    names = {"__name__": "own", "jnp": jnp, "np": np, "jax": jax, "functools": functools} | names
+    names |= {"NamedTuple": NamedTuple, "Enum": Enum, "random": random, "interpolate": interpolate}
     exec(textwrap.dedent(source), names)
     return names["f"]
 
+
+WRAPPER = """
+class A:
+    def __init__(self, g, c):
+        functools.update_wrapper(self, g)
+        self.c = c
+    def __call__(self, x): return self.c * self.__wrapped__(x)
+"""
 
 SAME = {
     "another line": ("f = lambda x: x + 1", "\n\n\nf = lambda x: x + 1"),
@@ -76,6 +92,49 @@ OTHER = {
         "class B:\n def m(self): return 1\nclass A(B): pass\nf = A()",
         "class B:\n def m(self): return 2\nclass A(B): pass\nf = A()",
     ),
+    "how an object is made": (
+        "class A:\n def __init__(self, c): self.c = 2 * c\nf = lambda x: A(1).c * x",
+        "class A:\n def __init__(self, c): self.c = 3 * c\nf = lambda x: A(1).c * x",
+    ),
+    "a named tuple that is called": (
+        "class A(NamedTuple):\n c: float\n def __call__(self, t): return self.c * t\nf = A(1.0)",
+        "class A(NamedTuple):\n c: float\n def __call__(self, t): return self.c / t\nf = A(1.0)",
+    ),
+    "a default of a named tuple": (
+        "class A(NamedTuple):\n c: float = 1.0\nf = lambda t: A().c * t",
+        "class A(NamedTuple):\n c: float = 2.0\nf = lambda t: A().c * t",
+    ),
+    "an object that wraps a function": (WRAPPER + "f = A(len, 1)", WRAPPER + "f = A(len, 2)"),
+    "a derivative of its own": (
+        "@jax.custom_jvp\ndef f(x): return x\n@f.defjvp\ndef rule(p, t): return p[0], t[0]",
+        "@jax.custom_jvp\ndef f(x): return x\n@f.defjvp\ndef rule(p, t): return p[0], -t[0]",
+    ),
+    "a pull-back of its own": (
+        "@jax.custom_vjp\ndef f(x): return x\nf.defvjp(lambda x: (x, 0), lambda r, g: (g,))",
+        "@jax.custom_vjp\ndef f(x): return x\nf.defvjp(lambda x: (x, 0), lambda r, g: (-g,))",
+    ),
+    "the owner of a method in C": ("f = {0: 1}.get", "f = {0: 2}.get"),
+    "the array of a method": ("f = np.ones(3).dot", "f = np.zeros(3).dot"),
+    "an attribute of a function": ("def f(x): return f.c * x\nf.c = 1", "def f(x): return f.c * x\nf.c = 2"),
+    "slots": ("class A: __slots__ = ('c',)\nf = A()\nf.c = 1", "class A: __slots__ = ('c',)\nf = A()\nf.c = 2"),
+    "what an object in C holds": ("f = random.Random(1)", "f = random.Random(2)"),
+    "attributes and slots of a library's object": (
+        "f = interpolate.CubicSpline([0, 1, 2], [0, 1, 2.0])",
+        "f = interpolate.CubicSpline([0, 1, 2], [0, 1, 3.0])",
+    ),
+    "the class of a number": (
+        "class A(float):\n def m(self): return 1\nf = A(1)",
+        "class A(float):\n def m(self): return 2\nf = A(1)",
+    ),
+    "the class of a dictionary": (
+        "class A(dict):\n def m(self): return 1\nf = A(a=1)",
+        "class A(dict):\n def m(self): return 2\nf = A(a=1)",
+    ),
+    "the value of a choice": (
+        "class A(Enum): one = 1\nf = lambda x: x + A.one.value",
+        "class A(Enum): one = 2\nf = lambda x: x + A.one.value",
+    ),
+    "axes of a vmap": ("f = jax.vmap(jnp.dot, (0, None))", "f = jax.vmap(jnp.dot, (None, 0))"),
 }
 
 
@@ -167,6 +226,50 @@ print(identify((Own(), lambda x: x + table["a"] + len(values), optax.adam(optax.
     assert first != run(PYTHONHASHSEED="1")  # a module of the user's counts with its content
 
 
+OWN_MODULES = {
+    "own_rates.py": "base = 2.0\n",
+    "own_package/__init__.py": "",
+    "own_package/steps.py": "from own_rates import base\ndef step(x): return x / base\n",
+    "own_loss.py": """
+import own_package.steps
+import own_rates
+def named(x): return own_package.steps.step(x)
+def inside(x):
+    from own_package.steps import step
+    return step(x)
+def whole(x):
+    import own_rates
+    return x / own_rates.base
+def set_by_a_program(x): return x / own_rates.base
+""",
+}
+
+
+@pytest.mark.parametrize("name", ["named", "inside", "whole", "set_by_a_program"])
+def test_what_comes_from_modules_of_the_user_counts(name, tmp_path, monkeypatch):
+    """However it was imported, from whichever file, and as it is now."""
+    for path, content in OWN_MODULES.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the next writing is not told apart by its time
+
+    def read():
+        for own in [own for own in sys.modules if own.startswith("own_")]:
+            monkeypatch.delitem(sys.modules, own)
+        importlib.invalidate_caches()
+        return importlib.import_module("own_loss"), importlib.import_module("own_rates")
+
+    first = identify(getattr(read()[0], name))
+    assert identify(getattr(read()[0], name)) == first
+    loss, rates = read()
+    rates.base = 3.0  # no file says so
+    told = identify(getattr(loss, name)) != first
+    assert told == (name in ("whole", "set_by_a_program"))  # the others took it when they were imported
+    (tmp_path / "own_rates.py").write_text("base = 3.0\n")
+    assert identify(getattr(read()[0], name)) != first
+
+
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -197,12 +300,28 @@ SCHEDULE = lambda function: (FedAvg(lr=Schedule(function=function)), regression(
 LOSS = lambda constant: (make("fedavg", lr=0.1), squares_task(closing_over(constant)), {})
 CLASS = lambda factor: (make("fedavg", lr=0.1), squares_task(scaled_by(factor)), {})
 METRIC = lambda name: (make("fedavg", lr=0.1), regression(), {"metrics": lambda *_: {"same": jnp.asarray(name)}})
+
+
+def halving(factor):
+    """A transform of uploads with this constant in its code's class."""
+
+    class Halve(Transform):
+        part = factor
+
+        def apply(self, tree, key):
+            return jax.tree.map(lambda a: self.part * a, tree)
+
+    return struct(Halve)()
+
+
+UPLOADS = lambda factor: (make("fedavg", lr=0.1), regression(), {"uploads": halving(factor)})
 RESUMED = {
     "optimiser": (FEDOPT, optax.sgd(1.0), optax.sgd(0.01), "a function that the algorithm holds"),
     "schedule": (SCHEDULE, lambda t: 0.1 / (1 + t), lambda t: 0.2 / (1 + t), "a function that the algorithm holds"),
     "loss": (LOSS, 1.0, 2.0, "the task differs.*a function or constant"),
     "constant of a class": (CLASS, 1.0, 2.0, "the task differs"),
     "metrics": (METRIC, 1.0, 2.0, "the metrics= function differs"),
+    "transform": (UPLOADS, 0.5, 0.25, "the code of a transform in uploads= differs"),
 }
 
 
@@ -220,6 +339,18 @@ def test_a_checkpoint_resumes_with_the_same_and_not_with_another(case, tmp_path)
         run(other, 4, checkpoint=path, resume=True)
     resumed, whole = run(one, 4, checkpoint=path, resume=True), run(one, 4)
     assert_allclose(resumed.server.x, whole.server.x, rtol=0)
+
+
+def test_a_run_with_noise_that_anybody_can_repeat_does_not_go_on_as_a_private_one(tmp_path):
+    path, noisy = tmp_path / "run.npz", LocalDP(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    run = lambda rounds, **more: simulate(
+        make("fedavg", lr=0.1), regression(), rounds=rounds, uploads=noisy, checkpoint=path, progress=False, **more
+    )
+    run(1, noise_seed=3)
+    for other in (None, 4):
+        with pytest.raises(CheckpointError, match=f"noise_seed: 3 in the file, {other} now"):
+            run(2, noise_seed=other, resume=True)
+    assert any("it protects nobody" in remark for remark in run(2, noise_seed=3, resume=True).remarks)
 
 
 def test_numbers_are_told_as_numbers(tmp_path):

@@ -2,19 +2,23 @@
 
 A checkpoint must never resume under another loss, schedule or optimiser. Functions have no value to compare, and their
 addresses differ from process to process; what they do is decided by their code, their defaults, the variables that they
-close over and the globals that they name. All of that is hashed. Code of installed packages counts by name and version,
-that of this library's classes by name and content. What cannot be read so is refused, never guessed.
+close over and the globals that they name, through the user's own modules. All of that is hashed. Objects are what their
+class says and what they hold: attributes, slots and items, as pickling would write them down. Code of installed
+packages counts by name and version, that of this library's classes by name and content. What cannot be read so is
+refused, never guessed.
 """
 
+import collections
 import dataclasses
 import dis
 import enum
 import functools
 import hashlib
+import importlib
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -23,7 +27,8 @@ import numpy as np
 
 from nestfed.core.settings import UserError
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice)
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice}
+_RULES = ("jvp", "fwd", "bwd", "nondiff_argnums")  # what jax.custom_jvp and custom_vjp keep beside the function
 
 
 class Unidentifiable(UserError):
@@ -44,6 +49,7 @@ class _Reader:
         self.digest = hashlib.sha256()
         self.path = [name]  # how the present part was reached
         self.met: dict[int, int] = {}
+        self.entered: set[tuple[types.ModuleType, str]] = set()  # (a module of the user's, name in it)
         self.kept: list[Any] = []  # an address names a thing only while it lives
 
     def put(self, *parts: Any) -> None:
@@ -59,7 +65,7 @@ class _Reader:
         self.path.pop()
 
     def read(self, value: Any) -> None:
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN:
             self.put(type(value).__name__, repr(value))
         elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
             self.array(value)
@@ -94,45 +100,65 @@ class _Reader:
             self.put("method")
             self.part("of", value.__self__)
             self.part(value.__func__.__name__, value.__func__)
+        elif _is_method_in_c(value):
+            self.put("method", value.__name__)
+            self.part("of", value.__self__)
         elif isinstance(value, types.ModuleType):
-            self.module(value)
-        elif isinstance(value, (functools.partial, jax.tree_util.Partial)):
+            self.module(value, ())
+        elif type(value) in (functools.partial, jax.tree_util.Partial):
             self.put("partial")
             self.several([value.func, value.args, value.keywords])
-        elif isinstance(value, (tuple, list)):
+        elif type(value) in (tuple, list):
             self.put(type(value).__name__, len(value))
             self.several(value)
-        elif isinstance(value, dict):
+        elif type(value) is dict:
             self.put("dict", len(value))
             for key in sorted(value, key=repr):
                 self.part(repr(key), value[key])
-        elif isinstance(value, (set, frozenset)):
+        elif type(value) in (set, frozenset):
             self.put(type(value).__name__, *sorted(identify(one, self.path[0]) for one in value))
         elif isinstance(value, (np.dtype, PurePath, jax.tree_util.PyTreeDef)):
             self.words(value)
         elif isinstance(value, enum.Enum):
             self.put("enum", type(value).__qualname__, value.name)
+            self.part("value", value.value)
+        elif not _is_of_a_library(type(value)):  # whatever module it names: a decorator may have copied a function's
+            self.object(value)
         elif hasattr(value, "__wrapped__"):  # jax.jit(f), functools.cache(f), ...
             self.put("wrapped", type(value).__qualname__)
             self.part("the function inside", value.__wrapped__)
+            self.several([getattr(value, name, None) for name in _RULES])
         elif _is_of_a_library(value) and callable(value) and hasattr(value, "__name__"):  # in C, or a ufunc
             self.put("library", _module_of(value), value.__name__, _version(_module_of(value)))
         elif hasattr(value, "__array__"):
             self.array(np.asarray(value))
-        elif dataclasses.is_dataclass(value):
-            self.part("class", type(value))
-            for field in dataclasses.fields(value):
-                self.part(field.name, getattr(value, field.name))
-        elif hasattr(value, "__dict__") and not isinstance(value, types.GeneratorType):
-            self.part("class", type(value))
-            for name in sorted(vars(value)):
-                self.part(name, vars(value)[name])
         else:
+            self.object(value)
+
+    def object(self, value: Any) -> None:
+        """Its class and all that it holds. What is derived from the rest and kept (cached properties) is left out."""
+        self.part("class", type(value))
+        try:
+            reduced = _take_apart(value)
+        except Exception as error:
             raise Unidentifiable(
                 f"{' > '.join(self.path)} is a {type(value).__name__}, which cannot be told apart from another one: a "
                 "checkpoint could resume with something else. Use functions, arrays and records (nestfed.struct) in "
                 "its place, or run without a checkpoint."
-            )
+            ) from error
+        if isinstance(reduced, str):  # a name in a module
+            self.put("named", _module_of(value), reduced)
+            return
+        maker, arguments, state, items, entries = [*reduced, None, None, None][:5]
+        self.several([maker, arguments, list(items or ())])
+        self.read(dict(entries or ()))
+        for attributes in state if isinstance(state, tuple) else (state,):  # ordinary attributes, and those in slots
+            if not isinstance(attributes, dict):
+                self.part("state", attributes)
+                continue
+            for name in sorted(attributes, key=str):
+                if not isinstance(getattr(type(value), str(name), None), functools.cached_property):
+                    self.part(str(name), attributes[name])
 
     def words(self, value: Any) -> None:
         text = str(value)
@@ -143,17 +169,38 @@ class _Reader:
         self.put(type(value).__name__, text)
 
     def function(self, function: types.FunctionType) -> None:
+        # Where its code is at home: a decorator may have given it another's __module__.
+        home = _top(str(function.__globals__.get("__name__", "")))
+        of_library = _is_library(home) or home == "nestfed"
+        mark = lambda value: "a mark of the library's" if of_library and type(value) is object else value
         self.put("function")
         self.code(function.__code__, function.__doc__)
-        self.part("defaults", function.__defaults__)
-        self.part("keyword defaults", function.__kwdefaults__)
+        self.part("defaults", [mark(value) for value in function.__defaults__ or ()])
+        self.part("keyword defaults", {name: mark(value) for name, value in (function.__kwdefaults__ or {}).items()})
+        names = _names_of(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.part(name, _contents(cell))
-        if _is_of_a_library(function) or _is_ours(function):
+            self.follow(name, mark(_contents(cell)), names)
+        if of_library:
             return
+        self.part("attributes", vars(function))
         for name in sorted(set(_globals_of(function.__code__))):
             if name in function.__globals__:
-                self.part(name, function.__globals__[name])
+                self.follow(name, function.__globals__[name], names)
+        for name in sorted(set(_imports_of(function.__code__))):
+            try:
+                self.follow(name, importlib.import_module(name, function.__globals__.get("__package__")), names)
+            except ImportError:
+                self.put("not there", name)
+
+    def follow(self, name: str, value: Any, names: Sequence[str]) -> None:
+        """What a function reaches by this name; `names` are all that its code mentions."""
+        if not isinstance(value, types.ModuleType):
+            self.part(name, value)
+            return
+        self.put(name)
+        self.path.append(name)
+        self.module(value, names)
+        self.path.pop()
 
     def code(self, code: types.CodeType, doc: str | None = None) -> None:
         self.put("code", code.co_code, code.co_argcount, code.co_kwonlyargcount, code.co_flags, *code.co_names)
@@ -168,30 +215,45 @@ class _Reader:
             self.put("class", kind.__module__, kind.__qualname__, _version(kind.__module__))
             return
         self.put("class", kind.__qualname__)
-        if hasattr(kind, "_fields"):  # a named tuple
+        made_by_python: set[str] = set()
+        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            made_by_python = _MADE_OF_TUPLES | set(getattr(kind, "_fields", ()))
             self.put(repr(sorted(getattr(kind, "__annotations__", {}).items())))
-            return
+        elif dataclasses.is_dataclass(kind) and "__dataclass_params__" in vars(kind):
+            made_by_python = _MADE_OF_DATACLASSES
         for base in kind.__bases__:
             self.part("base", base)
         for name, member in sorted(vars(kind).items()):
-            if name not in _NOT_CONTENT and not isinstance(member, _SLOTS):
+            if name not in _NOT_CONTENT | made_by_python and not isinstance(member, _SLOTS):
                 self.part(name, _inside(member))
 
-    def module(self, module: types.ModuleType) -> None:
+    def module(self, module: types.ModuleType, names: Sequence[str]) -> None:
+        """A module of a package by its version; one of the user's by its file, and by what these names stand for in it
+        now, which may have come from other files or have been set by a program."""
         self.put("module", module.__name__)
         if _is_of_a_library(module) or _is_ours(module):
             self.put(_version(module.__name__))
-        elif module.__file__ is not None:
-            self.put(Path(module.__file__).read_bytes())
+            return
+        if (module, "") not in self.entered and getattr(module, "__file__", None) is not None:
+            self.put(Path(str(module.__file__)).read_bytes())
+        self.entered.add((module, ""))
+        for name in names:
+            if name in vars(module) and (module, name) not in self.entered:
+                self.entered.add((module, name))
+                self.follow(name, vars(module)[name], names)
 
 
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _NOT_CONTENT = {
-    "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__dataclass_fields__",
-    "__dataclass_params__", "__match_args__", "__abstractmethods__", "_abc_impl", "__qualname__", "__firstlineno__",
-    "__static_attributes__", "__init__", "__repr__", "__eq__", "__hash__", "__setattr__", "__delattr__", "__replace__",
-    "__orig_bases__", "__parameters__",
+    "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl",
+    "__qualname__", "__firstlineno__", "__static_attributes__", "__orig_bases__", "__parameters__", "__slots__",
+    "__slotnames__",
 }  # fmt: skip
+_MADE_OF_DATACLASSES = {
+    "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__init__", "__repr__", "__eq__", "__hash__",
+    "__setattr__", "__delattr__", "__replace__", "__getstate__", "__setstate__",
+}  # fmt: skip
+_MADE_OF_TUPLES = set(vars(collections.namedtuple("_MADE_OF_TUPLES", ()))) - {"_field_defaults"}
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -199,6 +261,13 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned to it yet
         return "an empty cell"
+
+
+def _take_apart(value: Any) -> Any:
+    """What pickling would keep of it."""
+    if type(value) is object:
+        raise TypeError("it has nothing but an address")
+    return value.__reduce_ex__(4)
 
 
 def _inside(member: Any) -> Any:
@@ -212,13 +281,39 @@ def _inside(member: Any) -> Any:
     return member
 
 
-def _globals_of(code: types.CodeType) -> Iterable[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
+def _codes_in(code: types.CodeType) -> Iterable[types.CodeType]:
+    """This code and that of all functions inside."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _globals_of(constant)
+            yield from _codes_in(constant)
+
+
+def _names_of(code: types.CodeType) -> list[str]:
+    """Globals, attributes and imports, in a fixed order."""
+    return sorted({name for one in _codes_in(code) for name in one.co_names})
+
+
+def _globals_of(code: types.CodeType) -> Iterable[str]:
+    for one in _codes_in(code):
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                yield instruction.argval
+
+
+def _imports_of(code: types.CodeType) -> Iterable[str]:
+    """The modules that a function imports itself, with a dot for every level of a relative import."""
+    for one in _codes_in(code):
+        instructions = list(dis.get_instructions(one))
+        for level, instruction in zip(instructions, instructions[2:], strict=False):
+            if instruction.opname == "IMPORT_NAME":  # after its level and the names that are wanted of it
+                yield "." * int(level.argval or 0) + instruction.argval
+
+
+def _is_method_in_c(value: Any) -> bool:
+    """Does it belong to a value, whose content counts? Functions in C belong to a module."""
+    in_c = isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType))
+    return in_c and not isinstance(value.__self__, (types.ModuleType, type(None)))
 
 
 def _module_of(value: Any) -> str:
@@ -239,13 +334,14 @@ def _is_of_a_library(value: Any) -> bool:
 
 @functools.cache
 def _is_library(top: str) -> bool:
-    if top in sys.builtin_module_names or top in sys.stdlib_module_names:
-        return True
     file = getattr(sys.modules.get(top), "__file__", None)
-    if file is None:
-        return False
-    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return any(Path(file).resolve().is_relative_to(Path(folder).resolve()) for folder in folders if folder)
+    if file is None:  # part of the interpreter
+        return top in sys.builtin_module_names or top in sys.stdlib_module_names
+    path = Path(file).resolve()
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return True
+    folders = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
+    return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
 
 
 def _top(module: str) -> str:

@@ -17,7 +17,7 @@ from nestfed.core.types import PyTree
 from nestfed.engine.options import Options
 from nestfed.engine.steps import Inputs
 
-FORMAT = "nestfed checkpoint 2"
+FORMAT = "nestfed checkpoint 3"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # byte code differs between these
 
 
@@ -29,6 +29,7 @@ WORDS = {  # of parts that are known by a hash, for whoever resumes with another
     "task": "the task differs: its data, starting point, problem, or a function or constant that the problem uses",
     "functions": "a function that the algorithm holds (a schedule, an optimiser) differs, or the algorithm's own code",
     "metrics": "the metrics= function differs",
+    "transforms": "the code of a transform in uploads= differs",
 }
 
 
@@ -37,7 +38,7 @@ SHAPING = ("cohort", "sampling", "dropout", "evaluate_every", "output", "select"
 
 def identify_run(inputs: Inputs, options: Options) -> dict[str, str]:
     """What a checkpoint must have in common with the run that resumes it, part by part."""
-    algorithm, key = inputs.algorithm, inputs.key
+    algorithm, key, uploads = inputs.algorithm, inputs.key, inputs.uploads
     parts = {
         "algorithm": _without_addresses(repr(algorithm)),
         "functions": identify(algorithm, type(algorithm).__name__),
@@ -47,7 +48,11 @@ def identify_run(inputs: Inputs, options: Options) -> dict[str, str]:
         "precision": str(jax.numpy.result_type(float)),
         **{name: repr(getattr(options, name)) for name in SHAPING},
     }
-    return parts | ({"uploads": _without_addresses(repr(inputs.uploads))} if inputs.uploads else {})
+    if uploads:
+        parts |= {"uploads": _without_addresses(repr(uploads)), "transforms": identify(uploads, "uploads")}
+    if any(transform.noisy for transform in uploads):  # a run is for tests as a whole, or not at all
+        parts["noise_seed"] = repr(options.noise_seed)
+    return parts
 
 
 def _without_addresses(text: str) -> str:
