@@ -115,9 +115,17 @@ def torch_cnn() -> Bench:
     images, labels = make_data()
     images, labels = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), torch.from_numpy(labels).long()
     network = lambda: nn.Sequential(
-        nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * 4 * 4, 160), nn.ReLU(), nn.Linear(160, CLASSES),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 160),
+        nn.ReLU(),
+        nn.Linear(160, CLASSES),
+    )
     server, model = network(), network()
     layers: list[Any] = [layer for layer in server if hasattr(layer, "weight")]
     to_torch = lambda array, axes: torch.from_numpy(np.asarray(array).transpose(axes).copy())

@@ -60,13 +60,16 @@ class Size:
 SIZES = {"grey": Size(GREY, (28, 28, 1), 980, 4), "colour": Size(COLOUR, (32, 32, 3), 840, 2)}
 SMALL = {
     name: dataclasses.replace(
-        size, images=16, clients=2, batch=8,
+        size,
+        images=16,
+        clients=2,
+        batch=8,
         model=dataclasses.replace(
             size.model, hidden=(8, 8), layers=tuple(layer._replace(channels=2, kernel=2) for layer in size.model.layers)
         ),
     )
     for name, size in SIZES.items()
-}  # fmt: skip
+}
 
 
 class Bench(NamedTuple):
@@ -115,9 +118,14 @@ def mean_loss(size: Size, models: tuple[Any, Any]) -> float:
 def nestfed_rounds(size: Size) -> Bench:
     task = jax.device_put(make_task(size))
     algorithm = nestfed.make(
-        "fedreco", lr=LR, server_lr=SERVER_LR, coupling=COUPLING, clip=CLIP, head_steps=size.epoch,
+        "fedreco",
+        lr=LR,
+        server_lr=SERVER_LR,
+        coupling=COUPLING,
+        clip=CLIP,
+        head_steps=size.epoch,
         local_steps=size.epoch,
-    )  # fmt: skip
+    )
     state = nestfed.start(algorithm, task)
 
     def run(rounds: int) -> None:
@@ -251,8 +259,11 @@ def measure(size: Size, systems: dict[str, Callable[[Size], Bench]], rounds: int
 
 
 COLUMNS = {  # heading: (field, decimals)
-    "s/round": ("s", 4), "first s": ("first_round", 2), "loss before": ("loss_before", 4), "after": ("loss_after", 4),
-}  # fmt: skip
+    "s/round": ("s", 4),
+    "first s": ("first_round", 2),
+    "loss before": ("loss_before", 4),
+    "after": ("loss_after", 4),
+}
 
 
 def report(name: str, size: Size, rows: list[dict[str, Any]]) -> None:
@@ -278,9 +289,12 @@ def main(description: str, networks: tuple[str, ...], rounds: int, repeats: int)
     options = parser.parse_args()
     chosen = {None: networks, "both": tuple(SIZES)}.get(options.network, (options.network,))
     machine = {
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": platform.python_version(),
-        "cores": os.cpu_count(), "load": os.getloadavg(),
-    }  # fmt: skip
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+    }
     systems: dict[str, Callable[[Size], Bench]] = {"nestfed": nestfed_rounds}
     if importlib.util.find_spec("torch") is None:
         print("torch is not installed: nestfed alone, nothing to compare with.")

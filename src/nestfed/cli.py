@@ -210,9 +210,12 @@ RESUME = _make_output_flag("--resume", is_flag=True, help="Go on with the run in
 JSON = _make_output_flag("--json", "json_", is_flag=True, help=JSON_HELP)
 QUIET = _make_output_flag("--quiet", "-q", is_flag=True, help=QUIET_HELP)
 GRID = TyperOption(
-    param_decls=["--grid"], multiple=True, metavar="KEY=VALUE,...", rich_help_panel=TRAINING,
+    param_decls=["--grid"],
+    multiple=True,
+    metavar="KEY=VALUE,...",
+    rich_help_panel=TRAINING,
     help="Values of a setting: lr=0.01,0.1,1. May be repeated.",
-)  # fmt: skip
+)
 
 
 @add_verb(OUT, RESUME, JSON, QUIET)

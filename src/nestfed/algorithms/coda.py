@@ -141,9 +141,17 @@ class CODASCA(ProximalStages):
         x, alpha = params
         zero, nothing = jnp.zeros((), jnp.int32), (jnp.zeros_like(x), jnp.zeros_like(alpha))
         return self.State(
-            x=x, alpha=alpha, reference=x, stage=zero, began=zero, total=nothing, steps=zero, own_stage=zero,
-            common=nothing, own=nothing,
-        )  # fmt: skip
+            x=x,
+            alpha=alpha,
+            reference=x,
+            stage=zero,
+            began=zero,
+            total=nothing,
+            steps=zero,
+            own_stage=zero,
+            common=nothing,
+            own=nothing,
+        )
 
     def step(self, problem, s, draw, fed):
         s = self.local_step(problem, s, draw, fed, jax.tree.map(jnp.subtract, s.common, s.own))

@@ -118,9 +118,11 @@ class AccFCSGM(Momentum):
     """Runs FCSG with a variance-reduced momentum, which takes one batch at two points."""
 
     prev: str = setting(
-        "whose point of the step before is kept over a synchronisation", default="local", choices=("local", "mean"),
+        "whose point of the step before is kept over a synchronisation",
+        default="local",
+        choices=("local", "mean"),
         static=True,
-    )  # fmt: skip
+    )
 
     class State(NamedTuple):
         x: Shared

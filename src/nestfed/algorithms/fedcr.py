@@ -47,9 +47,11 @@ class FedCR(PersonalMethod):
     beta: float = setting("weight of the divergence from the class Gaussians", default=0.001, at_least=0)
     memory: float = setting("beta_2: weight of the new class Gaussians", default=1.0, at_least=0, at_most=1)
     divergence: str = setting(
-        "KL(class || encoder) as in the released code, or KL(encoder || class) as in the bound", default="code",
-        choices=("code", "bound"), static=True,
-    )  # fmt: skip
+        "KL(class || encoder) as in the released code, or KL(encoder || class) as in the bound",
+        default="code",
+        choices=("code", "bound"),
+        static=True,
+    )
 
     class State(NamedTuple):
         u: Shared

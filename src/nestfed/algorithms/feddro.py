@@ -51,9 +51,11 @@ class FedDRO(Algorithm):
         "how fast the estimate forgets; 1 is the plain batch value", default=0.9, at_least=0, at_most=1
     )
     order: str = setting(
-        "is y formed after the average of x, or before it", default="consistent", choices=("consistent", "printed"),
+        "is y formed after the average of x, or before it",
+        default="consistent",
+        choices=("consistent", "printed"),
         static=True,
-    )  # fmt: skip
+    )
     share_batch: bool = setting("one batch for the gradient and the estimate", default=False, static=True)
     first_batches: int = setting("batches of the first estimate", default=10, at_least=1, static=True)
 

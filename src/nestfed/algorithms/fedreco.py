@@ -67,9 +67,11 @@ class FedReCo(CommonRepresentation):
     """Pulls the representations of the clients' own models towards a common one that only the server moves."""
 
     server_grad: str = setting(
-        "what a client sends: a gradient on one batch, or on all its rows", default="stochastic",
-        choices=("stochastic", "full"), static=True,
-    )  # fmt: skip
+        "what a client sends: a gradient on one batch, or on all its rows",
+        default="stochastic",
+        choices=("stochastic", "full"),
+        static=True,
+    )
 
     class State(NamedTuple):
         u0: Shared  # the common extractor

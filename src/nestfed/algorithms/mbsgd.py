@@ -35,9 +35,11 @@ class MBSGD(Algorithm):
 
     lr: float = setting("eta: step size", above=0)
     plugin: str = setting(
-        "whose inner value enters the gradient: the mean, or the client's own", default="global",
-        choices=("global", "local"), static=True,
-    )  # fmt: skip
+        "whose inner value enters the gradient: the mean, or the client's own",
+        default="global",
+        choices=("global", "local"),
+        static=True,
+    )
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
 
     family = "compositional"

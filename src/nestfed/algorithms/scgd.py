@@ -30,9 +30,11 @@ class SCGD(Algorithm):
 
     lr: float | PowerDecay = setting("alpha_t: step size of x", default=PowerDecay(scale=1.0, power=3 / 4), above=0)
     beta: float | PowerDecay = setting(
-        "beta_t: step of the estimate towards the batch value", default=PowerDecay(scale=1.0, power=1 / 2), at_least=0,
+        "beta_t: step of the estimate towards the batch value",
+        default=PowerDecay(scale=1.0, power=1 / 2),
+        at_least=0,
         at_most=1,
-    )  # fmt: skip
+    )
     local_steps: int = setting("I: every step exchanges", default=1, at_least=1, at_most=1, static=True)
 
     family = "compositional"

@@ -342,9 +342,14 @@ def call_up(inputs: Inputs, server: Any, round: Array, chances: Array, plan: Pla
     """Who takes part in a round, and what they are told."""
     task, uploads = inputs.task, inputs.uploads
     participants = choose_cohort(
-        task, inputs.key, round, plan.cohort, inputs.dropout if plan.dropout else None, chances=chances,
+        task,
+        inputs.key,
+        round,
+        plan.cohort,
+        inputs.dropout if plan.dropout else None,
+        chances=chances,
         secret=inputs.noise if plan.hidden else None,
-    )  # fmt: skip
+    )
     whole, expected = participants.weight.sum(), None
     if plan.cohort is not None and plan.cohort.random_size and any(t.hides_in_mean for t in uploads):
         expected = Expected(*expected_weight(task.weights, chances))

@@ -30,15 +30,31 @@ AXES = {
 }
 MANY = 24  # slices: more are drawn as a cloud of dots
 STYLE: dict[Any, Any] = {
-    "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.titlecolor": INK, "axes.titlesize": 12,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 12,
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
     "axes.titley": 1.0,  # where it would be anyhow; looking for a better place takes a tenth of drawing
     "axes.edgecolor": "#AAB2BA",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
-    "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED,
-    "xtick.major.size": 3, "ytick.major.size": 0, "legend.frameon": False, "lines.solid_capstyle": "round",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "lines.solid_capstyle": "round",
     "svg.hashsalt": "nestfed",
-}  # fmt: skip
+}
 
 
 def curves(
@@ -85,18 +101,30 @@ def _draw_curve(axes: Any, curve: pd.DataFrame, against: str, look: Look) -> Non
         x, mean, std = (piece[column].to_numpy(float) for column in (against, "mean", "std"))
         style = (0, look.dash) if look.dash else "-"
         axes.plot(
-            x, mean, color=look.colour, linestyle=style, linewidth=1.9, label=label, zorder=3,
+            x,
+            mean,
+            color=look.colour,
+            linestyle=style,
+            linewidth=1.9,
+            label=label,
+            zorder=3,
             marker="o" if len(x) == 1 else None,
-        )  # fmt: skip
+        )
         label = None
         if max(piece["n"]) > 1:
             axes.fill_between(x, mean - std, mean + std, color=look.colour, alpha=0.16, linewidth=0)
     for begin, name in statistics.stage_changes(curve, against):
         axes.axvline(begin, color=look.colour, linewidth=1, linestyle=(0, (3, 3)), alpha=0.8)
         axes.annotate(
-            _plain(str(name)), (begin, 1), xycoords=("data", "axes fraction"), xytext=(3, -2),
-            textcoords="offset points", va="top", fontsize=8, color=look.colour,
-        )  # fmt: skip
+            _plain(str(name)),
+            (begin, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -2),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=look.colour,
+        )
 
 
 def slice_bars(record: Record, metric: str | None = None, *, kind: str = "group", split: str = "test") -> Figure:
@@ -139,10 +167,17 @@ def _slice_bars(means: pd.DataFrame, stds: pd.DataFrame | None, drawn: dict[str,
     for i, (method, look) in enumerate(drawn.items()):
         error = None if stds is None else stds[method].to_numpy(float)
         axes.bar(
-            places + (i - (len(drawn) - 1) / 2) * width, means[method].to_numpy(float), 0.9 * width, yerr=error,
-            color=look.colour, label=_plain(look.title), hatch="///" if look.dash else None, edgecolor="white",
-            linewidth=0, error_kw={"ecolor": INK, "elinewidth": 1, "alpha": 0.75},
-        )  # fmt: skip
+            places + (i - (len(drawn) - 1) / 2) * width,
+            means[method].to_numpy(float),
+            0.9 * width,
+            yerr=error,
+            color=look.colour,
+            label=_plain(look.title),
+            hatch="///" if look.dash else None,
+            edgecolor="white",
+            linewidth=0,
+            error_kw={"ecolor": INK, "elinewidth": 1, "alpha": 0.75},
+        )
     crowded = wanted > 14
     axes.set_xticks(places, names, rotation=25 if crowded else 0, ha="right" if crowded else "center")
     axes.tick_params(axis="x", length=0, labelcolor=INK)
@@ -183,13 +218,25 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
             if not (across.n and up.n):
                 continue
             axes.errorbar(
-                across.mean, up.mean, xerr=across.std, yerr=up.std, fmt=look.marker, color=look.colour, markersize=8,
-                elinewidth=1.3, markeredgewidth=0,
-            )  # fmt: skip
+                across.mean,
+                up.mean,
+                xerr=across.std,
+                yerr=up.std,
+                fmt=look.marker,
+                color=look.colour,
+                markersize=8,
+                elinewidth=1.3,
+                markeredgewidth=0,
+            )
             axes.annotate(
-                _plain(look.title), (across.mean, up.mean), xytext=(8, 6), textcoords="offset points",
-                color=look.colour, fontweight="bold", fontsize=9,
-            )  # fmt: skip
+                _plain(look.title),
+                (across.mean, up.mean),
+                xytext=(8, 6),
+                textcoords="offset points",
+                color=look.colour,
+                fontweight="bold",
+                fontsize=9,
+            )
         axes.set_xlabel(_direction(metrics[x]))
         axes.set_ylabel(_direction(metrics[y]))
         axes.set_title(_capitalise(f"{metrics[y].title} against {metrics[x].title}"))
@@ -198,10 +245,16 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
         right, up = (metrics[name].better == "higher" for name in (x, y))
         arrow = {(True, True): "↗", (True, False): "↘", (False, True): "↖", (False, False): "↙"}[right, up]
         axes.text(
-            0.98 if right else 0.02, 0.97 if up else 0.03, f"better {arrow}" if right else f"{arrow} better",
-            transform=axes.transAxes, ha="right" if right else "left", va="top" if up else "bottom", color=MUTED,
-            style="italic", fontsize=9,
-        )  # fmt: skip
+            0.98 if right else 0.02,
+            0.97 if up else 0.03,
+            f"better {arrow}" if right else f"{arrow} better",
+            transform=axes.transAxes,
+            ha="right" if right else "left",
+            va="top" if up else "bottom",
+            color=MUTED,
+            style="italic",
+            fontsize=9,
+        )
         _caption(figure, "Mean over seeds; the cross is one standard deviation.")
     return figure
 

@@ -178,11 +178,15 @@ def curve(history: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
     center = mean(values)
     return pd.DataFrame(
         {
-            "stage": stage[first], "name": names.take(stage[first]), "round": round[first], "mean": center,
-            "std": np.sqrt(mean((values - np.repeat(center, n)) ** 2)), "n": n,
+            "stage": stage[first],
+            "name": names.take(stage[first]),
+            "round": round[first],
+            "mean": center,
+            "std": np.sqrt(mean((values - np.repeat(center, n)) ** 2)),
+            "n": n,
         }
         | {axis: mean(own[axis].to_numpy(float)[order]) for axis in ("bytes", "oracle_calls")}
-    )  # fmt: skip
+    )
 
 
 def _moments(values: Any) -> pd.DataFrame:

@@ -14,10 +14,26 @@ from nestfed.report.style import amount, file_name, number, numbers, spread, tit
 NAMES = ("method", "stage", "part", "metric", "group", "client", "split", "slice", "kind")  # columns of words
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|&!~$])")
 _LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "[": "{[}", "]": "{]}", "±": r"$\pm$", "−": "$-$", "–": "--", "∞": r"$\infty$",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "[": "{[}",
+    "]": "{]}",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "–": "--",
+    "∞": r"$\infty$",
+}
 
 
 def write(
@@ -49,10 +65,16 @@ def latex(frame: pd.DataFrame, *, names: Collection[str] = ()) -> str:
     columns = "".join("r" if right else "l" for right in _right(frame, names))
     return "\n".join(
         [
-            rf"\begin{{tabular}}{{{columns}}}", r"\toprule", line(map(escape, frame.columns)), r"\midrule", *rows,
-            r"\bottomrule", r"\end{tabular}", "",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            line(map(escape, frame.columns)),
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
         ]
-    )  # fmt: skip
+    )
 
 
 def _text(value: Any) -> str:

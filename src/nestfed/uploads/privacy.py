@@ -259,20 +259,22 @@ class Spending:
     def summary(self, rounds: int) -> dict[str, Any]:
         """For the record of a run."""
         guarantee = self.guarantee
-        return {
-            "guarantee": type(guarantee).__name__,
-            "epsilon": self.epsilon(rounds),
-            "delta": guarantee.delta,
-            "neighbours": guarantee.neighbours,
-            "rounds": int(rounds),
-            "exchanges": self.start + self.round * int(rounds),
-            "clip": float(guarantee.clip),
-            "noise multiplier": self.noise_multiplier,
-            "sigma": guarantee.sigma,
-            "sampling": self.sampling,
-        } | ({} if guarantee.budget is None else {"budget": guarantee.budget}) | (
-            {"noise": "repeatable: for tests"} if self.repeatable else {}
-        )  # fmt: skip
+        return (
+            {
+                "guarantee": type(guarantee).__name__,
+                "epsilon": self.epsilon(rounds),
+                "delta": guarantee.delta,
+                "neighbours": guarantee.neighbours,
+                "rounds": int(rounds),
+                "exchanges": self.start + self.round * int(rounds),
+                "clip": float(guarantee.clip),
+                "noise multiplier": self.noise_multiplier,
+                "sigma": guarantee.sigma,
+                "sampling": self.sampling,
+            }
+            | ({} if guarantee.budget is None else {"budget": guarantee.budget})
+            | ({"noise": "repeatable: for tests"} if self.repeatable else {})
+        )
 
 
 @functools.lru_cache(maxsize=4096)

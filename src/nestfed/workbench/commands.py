@@ -82,16 +82,27 @@ def run(
     with _say_how_to_go_on(folder):
         trials = trials.add(
             run_method(
-                trials, name, algorithms[name], seed, request.budget, checkpoints=folder / "checkpoints",
-                resume=resume, progress=progress,
+                trials,
+                name,
+                algorithms[name],
+                seed,
+                request.budget,
+                checkpoints=folder / "checkpoints",
+                resume=resume,
+                progress=progress,
             )
             for name in request.methods
             for seed in request.seed_list
-        )  # fmt: skip
+        )
         record = make_record(
-            trials, settings=request.settings(), command=request.command(), name=folder.name, methods=request.methods,
-            seconds=time.monotonic() - began, started=started.isoformat(timespec="seconds"),
-        )  # fmt: skip
+            trials,
+            settings=request.settings(),
+            command=request.command(),
+            name=folder.name,
+            methods=request.methods,
+            seconds=time.monotonic() - began,
+            started=started.isoformat(timespec="seconds"),
+        )
         models = {}
         for trace in trials.traces:
             if trace.status == FINISHED:

@@ -96,9 +96,12 @@ class Request(CommonOptions):
                 "privacy needs clip (largest norm of an upload) and noise_multiplier (noise / sensitivity)."
             )
         return GUARANTEES[self.privacy](
-            clip=self.clip, noise_multiplier=self.noise_multiplier, budget=self.epsilon_budget,
-            delta=DELTA if self.delta is None else self.delta, neighbours=self.neighbours or NEIGHBOURS,
-        )  # fmt: skip
+            clip=self.clip,
+            noise_multiplier=self.noise_multiplier,
+            budget=self.epsilon_budget,
+            delta=DELTA if self.delta is None else self.delta,
+            neighbours=self.neighbours or NEIGHBOURS,
+        )
 
     def changes(self, method: str) -> dict[str, Any]:
         """The user's settings of one method: `lr` is for all of them, `fedbio.lr` for one."""

@@ -264,10 +264,18 @@ def sweep_next_stage(
                 rise = rise_of(history, tasks[0].minimised, options.output)
                 notes = find_remarks(history, done.spending[row], rounds) + (() if rise is None else (rise.remark,))
                 passed = StageTrace(
-                    stage.name, rounds, history, done.participants[row, column], price, tasks[0].clients,
-                    options.output, tasks[0].minimised, notes, done.spending[row],
+                    stage.name,
+                    rounds,
+                    history,
+                    done.participants[row, column],
+                    price,
+                    tasks[0].clients,
+                    options.output,
+                    tasks[0].minimised,
+                    notes,
+                    done.spending[row],
                     bool(done.diverged[row, column] >= 0),
-                )  # fmt: skip
+                )
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server
                 left = scenario.leave(tasks[column], server, one.clients)

@@ -61,29 +61,43 @@ class CommonOptions(OptionSet):
         "clients per round: a number, or a fraction such as 0.1", panel=TRAINING, usual="all"
     )
     sampling: str = option(
-        "how a cohort is drawn", panel=TRAINING, default="weights", choices=("weights", "uniform", "poisson"),
+        "how a cohort is drawn",
+        panel=TRAINING,
+        default="weights",
+        choices=("weights", "uniform", "poisson"),
         more="weights: chances go with weights; uniform: all alike; poisson: each client by a coin of its own.",
-    )  # fmt: skip
+    )
     dropout: float = option("probability that a chosen client fails", panel=TRAINING, default=0.0, at_least=0, below=1)
     evaluations: int = option("about so many evaluations per stage", panel=TRAINING, default=100, at_least=1)
     output: str | None = option(
-        "which iterate counts", panel=TRAINING, choices=("last", "average", "random", "best"),
-        more="best is by validation data.", usual="the one that the method's paper returns",
-    )  # fmt: skip
+        "which iterate counts",
+        panel=TRAINING,
+        choices=("last", "average", "random", "best"),
+        more="best is by validation data.",
+        usual="the one that the method's paper returns",
+    )
     privacy: str | None = option(
-        "differential privacy, and who is trusted", panel=PRIVACY, choices=("local", "central"), usual="none",
+        "differential privacy, and who is trusted",
+        panel=PRIVACY,
+        choices=("local", "central"),
+        usual="none",
         more="local: nobody; central: the server.",
-    )  # fmt: skip
+    )
     clip: float | None = option("largest norm of an upload", panel=PRIVACY, above=0)
     noise_multiplier: float | None = option(
-        "noise / sensitivity of an exchange", panel=PRIVACY, above=0,
+        "noise / sensitivity of an exchange",
+        panel=PRIVACY,
+        above=0,
         more="The sensitivity is 2 x clip where a client's data may be replaced, so this is half of what Opacus calls "
         "so; with neighbours add-or-remove it is clip, and the same.",
-    )  # fmt: skip
+    )
     neighbours: str | None = option(
-        "what is hidden", panel=PRIVACY, choices=("replace", "add-or-remove"), usual=NEIGHBOURS,
+        "what is hidden",
+        panel=PRIVACY,
+        choices=("replace", "add-or-remove"),
+        usual=NEIGHBOURS,
         more="replace: what a client holds; add-or-remove: that it is there.",
-    )  # fmt: skip
+    )
     noise_seed: int | None = option(
         "repeatable noise, for tests", panel=PRIVACY, usual="noise that nobody can know", more="It protects nobody."
     )
@@ -104,9 +118,12 @@ class TabularOptions(OptionSet):
     usual_partition: ClassVar[str] = UNEVEN  # of a table whose rows have no clients yet
 
     data: str = option(
-        "a data set (`nestfed list data`), or your CSV or Parquet file", panel=DATA, default="adult", convert=locate,
+        "a data set (`nestfed list data`), or your CSV or Parquet file",
+        panel=DATA,
+        default="adult",
+        convert=locate,
         more="One file per client: their folder, sites/, or a pattern in quotes, 'sites/*.csv'.",
-    )  # fmt: skip
+    )
     label: str | None = option("column to predict", panel=DATA, usual="that of the data set; your file needs one")
     positive: str | None = option("value of the label that counts as 1", panel=DATA, usual="found where it is clear")
     threshold: float | None = option(
@@ -136,9 +153,11 @@ class TabularOptions(OptionSet):
         "strength of the penalty, mu in (mu / 2) |theta|^2", panel=TRAINING, default=1e-3, at_least=0
     )
     batch_size: int | None = option(
-        "rows per batch", panel=TRAINING, at_least=1,
+        "rows per batch",
+        panel=TRAINING,
+        at_least=1,
         usual=f"{BATCH_SIZES[1]}, or {BATCH_SIZES[0]} for a table of at most {LARGE_TABLE} rows",
-    )  # fmt: skip
+    )
     averaging: str = option("weights of the clients", panel=TRAINING, default="uniform", choices=("uniform", "samples"))
     steps: int = option("local steps of every stage", panel=TRAINING, default=2000, at_least=1)
 
@@ -196,13 +215,19 @@ class RobustOptions(TabularOptions):
     # The objective is about rows, whoever holds them: every row counts the same.
     averaging: str = option("weights of the clients", panel=TRAINING, default="samples", choices=("uniform", "samples"))
     divergence: str = option(
-        "what the adversary pays, or may do", panel=TASK, default="kl", choices=("kl", "chi-square", "cvar"),
+        "what the adversary pays, or may do",
+        panel=TASK,
+        default="kl",
+        choices=("kl", "chi-square", "cvar"),
         more="cvar: the worst rows alone count.",
-    )  # fmt: skip
+    )
     strength: float = option(
-        "how cautious the model is, near 0 like FedAvg", panel=TASK, default=1.0, above=0,
+        "how cautious the model is, near 0 like FedAvg",
+        panel=TASK,
+        default=1.0,
+        above=0,
         more="Moving weight to bad rows costs 1 / strength; cvar counts the worst 1 / (1 + strength) of rows.",
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,12 @@ def rare_second_half(images: Images, keep: float) -> Images:
         kept[places[: round(keep * len(places))]] = True
     binary = lambda labels: (labels >= half).astype(np.int32)
     return Images(
-        images.train_images[kept], binary(images.train_labels[kept]), images.test_images, binary(images.test_labels),
+        images.train_images[kept],
+        binary(images.train_labels[kept]),
+        images.test_images,
+        binary(images.test_labels),
         ("negative", "positive"),
-    )  # fmt: skip
+    )
 
 
 def deal_ranked(images: Images, *, clients: int, validation: float, seed: int) -> FederatedImages:

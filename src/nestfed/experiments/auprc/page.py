@@ -44,13 +44,18 @@ def final_table(trainings: Trainings) -> pd.DataFrame:
             values = cell.final(COUNTS)
             rows.append(
                 {
-                    "data": about.title, "method": TITLES[method], "average precision": values.mean(),
-                    "std": values.std(ddof=0), "lowest seed": values.min(),
-                    "published": PUBLISHED.get(data, {}).get(method), "MB up per client": cell.megabytes_up,
-                    "chosen": in_words(cell.settings[0]), "runs that diverged": int((cell.diverged >= 0).sum()),
+                    "data": about.title,
+                    "method": TITLES[method],
+                    "average precision": values.mean(),
+                    "std": values.std(ddof=0),
+                    "lowest seed": values.min(),
+                    "published": PUBLISHED.get(data, {}).get(method),
+                    "MB up per client": cell.megabytes_up,
+                    "chosen": in_words(cell.settings[0]),
+                    "runs that diverged": int((cell.diverged >= 0).sum()),
                     "seeds": len(cell.seeds),
                 }
-            )  # fmt: skip
+            )
     return pd.DataFrame(rows)
 
 
@@ -85,10 +90,14 @@ def check_claims(trainings: Trainings) -> list[Claim]:
             Claim(f"{number}a", "CODA+ is above FedAvg.", compared, baselines, all_above(baselines, 0.0)),
             Claim(f"{number}b", "The FCSG family is above CODA+.", compared, ours, all_above(ours, 0.0)),
             Claim(
-                f"{number}c", "FCSG-M is not below FCSG, Acc-FCSG-M not below FCSG-M (by more than 0.005).", compared,
-                order, all_above(order, -0.005), level=-0.005,
+                f"{number}c",
+                "FCSG-M is not below FCSG, Acc-FCSG-M not below FCSG-M (by more than 0.005).",
+                compared,
+                order,
+                all_above(order, -0.005),
+                level=-0.005,
             ),
-        ]  # fmt: skip
+        ]
     return [claim for claim in claims if claim.results]
 
 

@@ -43,17 +43,24 @@ MNIST = DataPlan(
     "MNIST",
     CNN(
         layers=(Convolution(20, 5, padding="VALID", pool=2), Convolution(50, 5, padding="VALID", pool=2)),
-        hidden=(500,), outputs=1,
+        hidden=(500,),
+        outputs=1,
     ),
-    batch=20, positives=3, steps=300, search_steps=300,
-)  # fmt: skip
+    batch=20,
+    positives=3,
+    steps=300,
+    search_steps=300,
+)
 CIFAR10 = DataPlan(
     "CIFAR-10",
     CNN(
         layers=(Convolution(16, pool=2), Convolution(32, pool=2), Convolution(64, pool=2)), hidden=(512, 64), outputs=1
     ),
-    batch=60, positives=20, steps=2000, search_steps=500,
-)  # fmt: skip
+    batch=60,
+    positives=20,
+    steps=2000,
+    search_steps=500,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +83,18 @@ class Plan:
 
 _SMALL = DataPlan("MNIST", CNN(layers=(Convolution(4, pool=4),), outputs=1), 6, 2, 4, 4)
 QUICK = Plan(
-    data=(("mnist", _SMALL),), methods=("coda-plus", "fcsg"), keep=0.02, clients=2, local_steps=2,
-    rates=(0.01, 0.1), more_rates=(), betas=(0.5,), seeds=2, search_seeds=1, evaluations=2,
-)  # fmt: skip
+    data=(("mnist", _SMALL),),
+    methods=("coda-plus", "fcsg"),
+    keep=0.02,
+    clients=2,
+    local_steps=2,
+    rates=(0.01, 0.1),
+    more_rates=(),
+    betas=(0.5,),
+    seeds=2,
+    search_seeds=1,
+    evaluations=2,
+)
 
 
 # ------------------------------------------------------------------------------------------------- trainings
@@ -122,10 +138,14 @@ class Trainings(frame.Trainings[Plan]):
         steps = about.search_steps if choosing else about.steps
         rounds = steps // plan.local_steps
         return train(
-            [(words, self._algorithm(method, words, steps)) for words in grid], tasks, seeds, rounds=rounds,
-            evaluate_every=max(1, rounds if choosing else rounds // plan.evaluations), progress=self.progress,
+            [(words, self._algorithm(method, words, steps)) for words in grid],
+            tasks,
+            seeds,
+            rounds=rounds,
+            evaluate_every=max(1, rounds if choosing else rounds // plan.evaluations),
+            progress=self.progress,
             title=f"{about.title}, {TITLES[method]}",
-        )  # fmt: skip
+        )
 
     def _algorithm(self, method: str, words: dict[str, Any], steps: int) -> Any:
         # CODA+: two stages, the second three times as long.

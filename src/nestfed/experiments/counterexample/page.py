@@ -91,22 +91,40 @@ SPAN = (-0.78, 2.32)  # of x
 # Colour and dash of a path; where its label stands (x and round), on which side, its title, what it says of the end.
 LOOKS: dict[str, tuple[str, Any, tuple[float, float], str, str, str]] = {
     "FedAvg-CO, case I": (
-        ORANGE, "-", (1.23, 30), "left", "FedAvg-CO, case I",
+        ORANGE,
+        "-",
+        (1.23, 30),
+        "left",
+        "FedAvg-CO, case I",
         "every client composes with\nits own inner value:\nsettles at {:.3f}",
     ),
     "FedAvg-CO, case II": (
-        YELLOW, "-", (1.085, 50), "right", "FedAvg-CO, case II",
+        YELLOW,
+        "-",
+        (1.085, 50),
+        "right",
+        "FedAvg-CO, case II",
         "the mean inner value,\nbut once a round only:\nsettles at {:.3f}",
     ),
     "FedDRO": (BLUE, "-", (-0.04, 90), "right", "FedDRO", "one estimate of the mean for\nall, renewed in every step"),
     "DS-FedDRO, broadcast y": (
-        GREEN, (0, (4, 3)), (-0.04, 370), "right", "DS-FedDRO, broadcast y", "the estimate that the\nserver sent"
+        GREEN,
+        (0, (4, 3)),
+        (-0.04, 370),
+        "right",
+        "DS-FedDRO, broadcast y",
+        "the estimate that the\nserver sent",
     ),
     "FedDRO as printed, β = 0": (PINK, "-", (0.425, 420), "right", "FedDRO as\nprinted, β = 0", "stops at {:.3f}"),
     "DS-FedDRO, local y": (
-        SKY, "-", (0.505, 370), "left", "DS-FedDRO, local y", "estimates part within\na round: stops at {:.3f}"
+        SKY,
+        "-",
+        (0.505, 370),
+        "left",
+        "DS-FedDRO, local y",
+        "estimates part within\na round: stops at {:.3f}",
     ),
-}  # fmt: skip
+}
 
 
 def outer(y: Any) -> Any:
@@ -127,14 +145,22 @@ def landscape(paths: pd.DataFrame) -> Figure:
             axes.set_xlim(*SPAN)
         figure.suptitle(
             "Averaging models climbs away from the solution;\naveraging what is inside the composition finds it",
-            x=0.012, ha="left", fontsize=15, fontweight="bold", color=INK,
-        )  # fmt: skip
+            x=0.012,
+            ha="left",
+            fontsize=15,
+            fontweight="bold",
+            color=INK,
+        )
         figure.supxlabel(
             "Two clients with inner functions 4x − 4 and −2x + 4, whose mean is x, inside f(y) = √(y² + 4). Nothing is "
             "random.\nStep size 0.04, two local steps per round; β is the rate at which an estimate of the inner value "
             "is renewed (0.1 if not said).",
-            x=0.012, ha="left", fontsize=8.5, color=MUTED, linespacing=1.4,
-        )  # fmt: skip
+            x=0.012,
+            ha="left",
+            fontsize=8.5,
+            color=MUTED,
+            linespacing=1.4,
+        )
     return figure
 
 
@@ -150,10 +176,16 @@ def _draw_landscape(axes: Any, ends: Mapping[str, float]) -> None:
     say("client 1's own:\nleast at 1", (1.77, 3.52), BASELINE)
     say("client 2's own:\nleast at 2", (2.0, 1.96), BASELINE, ha="center", va="top")
     axes.annotate(
-        "mean of the two, which\nFedAvg descends: least at 1.17", (1.1687, 2.38), (1.1687, 3.3), color=MUTED,
-        fontsize=9.5, linespacing=1.3, ha="center", va="center",
+        "mean of the two, which\nFedAvg descends: least at 1.17",
+        (1.1687, 2.38),
+        (1.1687, 3.3),
+        color=MUTED,
+        fontsize=9.5,
+        linespacing=1.3,
+        ha="center",
+        va="center",
         arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.9, "shrinkB": 4},
-    )  # fmt: skip
+    )
     say("the objective, f of the mean:\nleast at 0", (SPAN[0] + 0.02, 1.88), INK, fontweight="bold")
     say("start", (0.5, outer(0.5) + 0.19), INK, ha="center", va="bottom", fontstyle="italic")
     axes.plot(0.5, outer(0.5) + 0.13, "v", markersize=7, color=INK, zorder=4)
@@ -193,9 +225,15 @@ def figure_seven(paths: pd.DataFrame) -> Figure:
             axes.plot(when, x, color=matplotlib.colormaps["cividis"](0.1 + 0.22 * i), linewidth=2.2)
             half = int(np.argmax(x >= 0.85))
             axes.text(
-                when[half], x[half], f"η = {lr:g}" if i == 0 else f"{lr:g}", ha="center", va="center", fontsize=9.5,
-                color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-            )  # fmt: skip
+                when[half],
+                x[half],
+                f"η = {lr:g}" if i == 0 else f"{lr:g}",
+                ha="center",
+                va="center",
+                fontsize=9.5,
+                color=INK,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+            )
         for level, words in ((0.5, "start"), (0.0, "solution")):
             axes.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2.5)))
             axes.text(
@@ -206,9 +244,12 @@ def figure_seven(paths: pd.DataFrame) -> Figure:
         )
         axes.set_title("FedAvg-CO, case II: never below its start, and settled above 1")
         figure.supxlabel(
-            "Two local steps per round, no noise. The proof asks for a step size η below 1/22.", x=0.01, ha="left",
-            fontsize=8, color=MUTED,
-        )  # fmt: skip
+            "Two local steps per round, no noise. The proof asks for a step size η below 1/22.",
+            x=0.01,
+            ha="left",
+            fontsize=8,
+            color=MUTED,
+        )
     return figure
 
 

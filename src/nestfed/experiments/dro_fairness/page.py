@@ -30,9 +30,11 @@ from nestfed.report.statistics import Paired, pair
 from nestfed.report.style import file_name, number, spread
 
 SHOWN = {
-    "train_accuracy": "train accuracy", "test_accuracy": "test accuracy", "train_violation": "train violation",
+    "train_accuracy": "train accuracy",
+    "test_accuracy": "test accuracy",
+    "train_violation": "train violation",
     "test_violation": "test violation",
-}  # fmt: skip
+}
 COMPARABLE = 0.01  # violations that differ by less
 
 
@@ -98,9 +100,12 @@ def seeds_table(trainings: Trainings) -> pd.DataFrame:
 
 def _about(trainings: Trainings, training: Training, after: str) -> dict[str, Any]:
     return {
-        "reading": training.reading, "method": TITLES[training.method], "local steps": training.local_steps,
-        "clients": training.clients, "after": trainings.occasion(after),
-    }  # fmt: skip
+        "reading": training.reading,
+        "method": TITLES[training.method],
+        "local steps": training.local_steps,
+        "clients": training.clients,
+        "after": trainings.occasion(after),
+    }
 
 
 KEYS = ["reading", "method", "local steps", "clients", "after"]
@@ -111,9 +116,11 @@ def final_table(seeds: pd.DataFrame) -> pd.DataFrame:
     grouped = seeds.groupby(KEYS, sort=False, dropna=False)
     columns: dict[str, Any] = {"lr": grouped["lr"].first(), "beta": grouped["beta"].first()}
     metrics = SHOWN | {
-        "train_proxy_violation": "train violation by proxy", "test_proxy_violation": "test violation by proxy",
-        "train_objective": "train objective", "validation_objective": "validation objective",
-    }  # fmt: skip
+        "train_proxy_violation": "train violation by proxy",
+        "test_proxy_violation": "test violation by proxy",
+        "train_objective": "train objective",
+        "validation_objective": "validation objective",
+    }
     metrics |= {name: name.replace("_", " ") for name in seeds.columns if name.startswith(("train_tpr", "test_tpr"))}
     for metric, title in metrics.items():
         columns |= {title: grouped[metric].mean(), f"{title}, std": grouped[metric].std(ddof=0)}
@@ -151,11 +158,13 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
                 | {
                     "chosen": in_words(words),
                     "at the edge": "yes" if words["lr"] in (rates[0], rates[-1]) else "",
-                    "score": score(best), "best of the paper's": f"{cell.settings[published]['lr']:g}",
-                    "its score": score(published), "settings tried": len(cell.settings),
+                    "score": score(best),
+                    "best of the paper's": f"{cell.settings[published]['lr']:g}",
+                    "its score": score(published),
+                    "settings tried": len(cell.settings),
                     "of them diverged": int((cell.diverged >= 0).any(1).sum()),
                 }
-            )  # fmt: skip
+            )
     return pd.DataFrame(rows)
 
 
@@ -167,11 +176,13 @@ def cost_table(trainings: Trainings) -> pd.DataFrame:
         cost, rounds = trainings.cell(training.name).cost, training.rounds_per_round
         rows.append(
             {
-                "method": TITLES[training.method], "local steps": training.local_steps,
-                "exchanges": cost["exchanges"] / rounds, "bytes up": cost["bytes_up"] / rounds,
+                "method": TITLES[training.method],
+                "local steps": training.local_steps,
+                "exchanges": cost["exchanges"] / rounds,
+                "bytes up": cost["bytes_up"] / rounds,
                 "bytes down": cost["bytes_down"] / rounds,
             }
-        )  # fmt: skip
+        )
     return pd.DataFrame(rows)
 
 
@@ -227,26 +238,42 @@ def _method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]
     }
     return [
         Claim(
-            f"1{mark}", f"FedDRO and DS-FedDRO violate the constraints less than unconstrained training{of}.",
-            "maximum violation minus that of unconstrained training", lower, all_below(lower, 0.0),
+            f"1{mark}",
+            f"FedDRO and DS-FedDRO violate the constraints less than unconstrained training{of}.",
+            "maximum violation minus that of unconstrained training",
+            lower,
+            all_below(lower, 0.0),
         ),
         Claim(
-            f"2{mark}", f"Their accuracy is above that of unconstrained training{of}.",
-            "accuracy minus that of unconstrained training", accurate, all_above(accurate, 0.0),
+            f"2{mark}",
+            f"Their accuracy is above that of unconstrained training{of}.",
+            "accuracy minus that of unconstrained training",
+            accurate,
+            all_above(accurate, 0.0),
         ),
         Claim(
-            f"3{mark}", f"Their violations match those of GCIVR, that is, are at most {COMPARABLE:g} larger{of}.",
-            "maximum violation minus GCIVR's", comparable, all_below(comparable, COMPARABLE), level=COMPARABLE,
+            f"3{mark}",
+            f"Their violations match those of GCIVR, that is, are at most {COMPARABLE:g} larger{of}.",
+            "maximum violation minus GCIVR's",
+            comparable,
+            all_below(comparable, COMPARABLE),
+            level=COMPARABLE,
         ),
         Claim(
-            f"4{mark}", f"Their accuracy is above that of GCIVR{of}.", "accuracy minus GCIVR's", better,
+            f"4{mark}",
+            f"Their accuracy is above that of GCIVR{of}.",
+            "accuracy minus GCIVR's",
+            better,
             all_above(better, 0.0),
         ),
         Claim(
-            f"5{mark}", f"FedDRO is ahead of DS-FedDRO in training accuracy{of}.",
-            "train accuracy, FedDRO minus DS-FedDRO", ahead, all_above(ahead, 0.0),
+            f"5{mark}",
+            f"FedDRO is ahead of DS-FedDRO in training accuracy{of}.",
+            "train accuracy, FedDRO minus DS-FedDRO",
+            ahead,
+            all_above(ahead, 0.0),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _local_steps_claims(trainings: Trainings) -> list[Claim]:
@@ -256,24 +283,33 @@ def _local_steps_claims(trainings: Trainings) -> list[Claim]:
     def compare(many: int, few: int) -> dict[str, Paired]:
         return {
             f"{TITLES[method]}, {part}, {many} minus {few}": _minus(
-                trainings, Training(method, plan.clients, many), Training(method, plan.clients, few),
-                f"{part}_accuracy", "rounds",
+                trainings,
+                Training(method, plan.clients, many),
+                Training(method, plan.clients, few),
+                f"{part}_accuracy",
+                "rounds",
             )
             for method in PROPOSED
             for part in ("train", "test")
-        }  # fmt: skip
+        }
 
     gain, further = compare(enough, 1), compare(most, enough)
     return [
         Claim(
-            "6", f"Accuracy after {plan.rounds} rounds gains with local steps.",
-            f"accuracy, {enough} local steps minus 1", gain, all_above(gain, 0.0),
+            "6",
+            f"Accuracy after {plan.rounds} rounds gains with local steps.",
+            f"accuracy, {enough} local steps minus 1",
+            gain,
+            all_above(gain, 0.0),
         ),
         Claim(
-            "7", f"The gain saturates at about {enough} local steps.",
-            f"accuracy, {most} local steps minus {enough}", further, no_gain(further),
+            "7",
+            f"The gain saturates at about {enough} local steps.",
+            f"accuracy, {most} local steps minus {enough}",
+            further,
+            no_gain(further),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _clients_claims(trainings: Trainings) -> list[Claim]:
@@ -294,11 +330,13 @@ def _clients_claims(trainings: Trainings) -> list[Claim]:
         results[f"{case}, one step size"] = same_step(steps, f"{part}_accuracy")
     return [
         Claim(
-            "8", "Accuracy rises with the number of clients.",
-            f"FedDRO after {plan.rounds} rounds, accuracy with {many} clients minus {few}", results,
+            "8",
+            "Accuracy rises with the number of clients.",
+            f"FedDRO after {plan.rounds} rounds, accuracy with {many} clients minus {few}",
+            results,
             all_above(results, 0.0),
         )
-    ]  # fmt: skip
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- figures

@@ -29,8 +29,10 @@ BETAS = {"feddro": 0.9, "ds-feddro": 0.5}  # with one local step; 0.9 times the 
 SERVER_RATE = 1.3  # both server rates of DS-FedDRO
 EPOCH = 10  # steps of GCIVR between its large batches of as many small ones; each of its steps is a round
 READINGS: dict[str, dict[str, Any]] = {
-    "rows": {}, "positives": {"reference": "positives"}, "scalar": {"form": "scalar"},
-}  # fmt: skip
+    "rows": {},
+    "positives": {"reference": "positives"},
+    "scalar": {"form": "scalar"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +61,24 @@ class Plan:
 
 
 QUICK = Plan(
-    thinning=24, clients=2, batch=8, readings=("rows",), rounds=20, steps=40, paper_rates=(0.1,), more_rates=(),
-    large_rates=(), betas=(0.5,), local_steps=(1, 2), chosen_with=2, saturation=2, few_clients=(1, 2),
-    few_clients_steps=(1,), evaluate_every=20, seeds=2,
-)  # fmt: skip
+    thinning=24,
+    clients=2,
+    batch=8,
+    readings=("rows",),
+    rounds=20,
+    steps=40,
+    paper_rates=(0.1,),
+    more_rates=(),
+    large_rates=(),
+    betas=(0.5,),
+    local_steps=(1, 2),
+    chosen_with=2,
+    saturation=2,
+    few_clients=(1, 2),
+    few_clients_steps=(1,),
+    evaluate_every=20,
+    seeds=2,
+)
 
 
 # ------------------------------------------------------------------------------------------------- trainings
@@ -223,11 +239,14 @@ def make_tasks(plan: Plan, clients: int) -> list[Task]:
     """One per seed."""
     return [
         noisy_groups_task(
-            _thin_out(adult_noisy_groups(clients=clients, seed=seed), plan.thinning), noise=plan.noise,
-            margin=plan.margin, batch_size=plan.batch, seed=seed,
+            _thin_out(adult_noisy_groups(clients=clients, seed=seed), plan.thinning),
+            noise=plan.noise,
+            margin=plan.margin,
+            batch_size=plan.batch,
+            seed=seed,
         )
         for seed in range(plan.seeds)
-    ]  # fmt: skip
+    ]
 
 
 def _thin_out(data: NoisyGroups, thinning: int) -> NoisyGroups:
@@ -239,11 +258,13 @@ def _algorithm(training: Training, words: Mapping[str, float]) -> Any:
     own: dict[str, dict[str, Any]] = {
         "feddro": {"local_steps": training.local_steps},
         "ds-feddro": {
-            "local_steps": training.local_steps, "server_lr": SERVER_RATE, "server_inner_lr": SERVER_RATE,
+            "local_steps": training.local_steps,
+            "server_lr": SERVER_RATE,
+            "server_inner_lr": SERVER_RATE,
         },
         "gcivr": {"local_steps": EPOCH, "refresh_batches": EPOCH},
         "unconstrained": {},
-    }  # fmt: skip
+    }
     return make(training.method, **words, **own[training.method])
 
 
@@ -254,7 +275,10 @@ def _add_empty_clients(task: Task, places: int) -> Task:
     more = lambda a, value: np.concatenate([a, np.full(empty, value, np.asarray(a).dtype)])
     rows = task.data
     data = dataclasses.replace(
-        rows, offsets=more(rows.offsets, 0), sizes=more(rows.sizes, 1), ids=np.arange(places, dtype=np.int32),
+        rows,
+        offsets=more(rows.offsets, 0),
+        sizes=more(rows.sizes, 1),
+        ids=np.arange(places, dtype=np.int32),
         largest=int(rows.sizes.sum()),
-    )  # fmt: skip
+    )
     return dataclasses.replace(task, data=data, weights=more(task.weights, 0.0))

@@ -200,13 +200,17 @@ def noisy_groups_task(
     model = Perceptron()
     problem = EqualOpportunity(model=model, shares=(counts / training.sum()).astype(np.float32), **settings)
     return NoisyGroupsTask.create(
-        problem, Rows.from_table(mine, data.client[training]),
-        model.init(jax.random.key(seed), inputs.shape[1] + groups), batch_size=batch_size,
+        problem,
+        Rows.from_table(mine, data.client[training]),
+        model.init(jax.random.key(seed), inputs.shape[1] + groups),
+        batch_size=batch_size,
         weights="samples",  # every training row counts the same
-        group_names=data.group_names, noise=noise, resample=resample,
+        group_names=data.group_names,
+        noise=noise,
+        resample=resample,
         pool={
             "inputs": np.asarray(with_proxies(data.inputs, proxy, groups), np.float32),
             "label": label,
             "cell": ((data.part * 2 + data.label) * groups + data.true_group) * groups + proxy,
         },
-    )  # fmt: skip
+    )

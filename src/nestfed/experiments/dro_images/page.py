@@ -63,10 +63,12 @@ def final_table(trainings: Trainings) -> pd.DataFrame:
         for metric, title in SHOWN.items():
             row |= cell.moments(metric, title)
         row |= {
-            "exchanges": cell.cost["exchanges"] * cell.rounds, "MB up per client": cell.megabytes_up,
-            "runs that diverged": int((cell.diverged >= 0).sum()), "seeds": len(cell.seeds),
+            "exchanges": cell.cost["exchanges"] * cell.rounds,
+            "MB up per client": cell.megabytes_up,
+            "runs that diverged": int((cell.diverged >= 0).sum()),
+            "seeds": len(cell.seeds),
             "minutes": cell.seconds / 60,
-        }  # fmt: skip
+        }
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -115,23 +117,36 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     training, test = against("train_accuracy"), against("test_accuracy")
     return [
         Claim(
-            "1", "FedDRO and DS-FedDRO reach at least the training accuracy of the centralised baselines.",
-            "final train accuracy", training, all_above(training, 0.0),
+            "1",
+            "FedDRO and DS-FedDRO reach at least the training accuracy of the centralised baselines.",
+            "final train accuracy",
+            training,
+            all_above(training, 0.0),
         ),
         Claim(
-            "2", "Their test accuracy is comparable (within one point).", "final test accuracy", test,
-            all_above(test, -0.01), level=-0.01,
+            "2",
+            "Their test accuracy is comparable (within one point).",
+            "final test accuracy",
+            test,
+            all_above(test, -0.01),
+            level=-0.01,
         ),
         Claim("3", "DS-FedDRO is above FedDRO.", "DS-FedDRO minus FedDRO", server, all_above(server, 0.0)),
         Claim(
-            "4", "Accuracy at a given number of rounds gains with local steps.",
-            f"test accuracy after the rounds that {middle} local steps take", gain, all_above(gain, 0.0),
+            "4",
+            "Accuracy at a given number of rounds gains with local steps.",
+            f"test accuracy after the rounds that {middle} local steps take",
+            gain,
+            all_above(gain, 0.0),
         ),
         Claim(
-            "5", "Then it saturates: still more local steps, with the same total of them, gain nothing.",
-            "final test accuracy", further, no_gain(further),
+            "5",
+            "Then it saturates: still more local steps, with the same total of them, gain nothing.",
+            "final test accuracy",
+            further,
+            no_gain(further),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _at_equal_rounds(trainings: Trainings, method: str, local_steps: int) -> Paired:

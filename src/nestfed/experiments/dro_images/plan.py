@@ -55,10 +55,24 @@ class Plan:
 
 
 QUICK = Plan(
-    data="mnist", keep=20, images=29_504, model=CNN(layers=(Convolution(8, pool=4),)), clients=2, batch=4, steps=8,
-    search_steps=4, rates=(0.01, 0.05), prices=(5.0,), more_rates=(0.01,), betas=(0.5,), penalties=(1.0,), seeds=2,
-    local_steps=(1, 2), uneven=(), evaluations=2,
-)  # fmt: skip
+    data="mnist",
+    keep=20,
+    images=29_504,
+    model=CNN(layers=(Convolution(8, pool=4),)),
+    clients=2,
+    batch=4,
+    steps=8,
+    search_steps=4,
+    rates=(0.01, 0.05),
+    prices=(5.0,),
+    more_rates=(0.01,),
+    betas=(0.5,),
+    penalties=(1.0,),
+    seeds=2,
+    local_steps=(1, 2),
+    uneven=(),
+    evaluations=2,
+)
 
 
 # ------------------------------------------------------------------------------------------------- trainings
@@ -124,9 +138,15 @@ class Trainings(frame.Trainings[Plan]):
         return [{"lr": lr, "price": price, "beta": beta} for lr in plan.more_rates for beta in betas]
 
     def _sweep(
-        self, method: str, grid: Sequence[dict[str, Any]], local_steps: int, steps: int, *, choosing: bool,
+        self,
+        method: str,
+        grid: Sequence[dict[str, Any]],
+        local_steps: int,
+        steps: int,
+        *,
+        choosing: bool,
         dealing: str = "iid",
-    ) -> Cell:  # fmt: skip
+    ) -> Cell:
         plan, images = self.plan, data.load_short(self.plan.data, self.plan.keep)
         assert len(images.train_labels) == plan.images, "a page must not say otherwise"
         seeds = range(1) if choosing else range(plan.seeds)
@@ -140,9 +160,14 @@ class Trainings(frame.Trainings[Plan]):
         rounds = steps // local_steps
         every = max(1, rounds if choosing else rounds // plan.evaluations)
         return train(
-            settings, tasks, seeds, rounds=rounds, evaluate_every=every, progress=self.progress,
+            settings,
+            tasks,
+            seeds,
+            rounds=rounds,
+            evaluate_every=every,
+            progress=self.progress,
             title=f"{TITLES[method]}, {local_steps} local steps",
-        )  # fmt: skip
+        )
 
     def _task(self, method: str, images: FederatedImages, losses: ImageLosses, seed: int) -> Task:
         params = self.plan.model.init(jax.random.key(seed), images.rows.columns["image"].shape[1:])
@@ -159,19 +184,26 @@ class Trainings(frame.Trainings[Plan]):
         return KL(losses=losses, price=price or 1.0, weight_decay=decay, largest_weight=float(len(labels)))
 
     def _setting(
-        self, method: str, words: dict[str, Any], losses: ImageLosses, images: FederatedImages, local_steps: int,
+        self,
+        method: str,
+        words: dict[str, Any],
+        losses: ImageLosses,
+        images: FederatedImages,
+        local_steps: int,
         steps: int,
-    ) -> tuple[Any, Any]:  # fmt: skip
+    ) -> tuple[Any, Any]:
         """(algorithm, problem) of these words; the step size falls to a tenth after three quarters, as in the paper."""
         rate = StepDecay(scale=words["lr"], at=0.75 * steps)
         own: dict[str, dict[str, Any]] = {
             "feddro": {"beta": words.get("beta", 0.9), "local_steps": local_steps},
             "ds-feddro": {
-                "beta": words.get("beta", 0.5), "server_lr": SERVER_RATE, "server_inner_lr": SERVER_RATE,
+                "beta": words.get("beta", 0.5),
+                "server_lr": SERVER_RATE,
+                "server_inner_lr": SERVER_RATE,
                 "local_steps": local_steps,
             },
             "fastdro": {"geometry": "chi-square-penalty", "price": words.get("price", 1.0)},
             "pdsgd": {"penalty": words.get("penalty", 1.0), "dual_lr": words.get("penalty", 1.0)},
             "mbsgd": {},
-        }  # fmt: skip
+        }
         return make(method, lr=rate, **own[method]), self._problem(method, losses, images, words.get("price"))

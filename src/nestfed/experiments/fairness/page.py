@@ -82,11 +82,17 @@ def table_one(records: Mapping[tuple[str, str], Record]) -> pd.DataFrame:
             for (name, title), (mean, std) in zip(METRICS.items(), published, strict=True):
                 rows.append(
                     {
-                        "data": DATA[cell[0]], "dealing": DEALING[cell[1]], "method": record.title(method),
-                        "metric": title, "ours": own[name].mean(), "ours std": own[name].std(ddof=0),
-                        "seeds": len(own), "paper": mean, "paper std": std,
+                        "data": DATA[cell[0]],
+                        "dealing": DEALING[cell[1]],
+                        "method": record.title(method),
+                        "metric": title,
+                        "ours": own[name].mean(),
+                        "ours std": own[name].std(ddof=0),
+                        "seeds": len(own),
+                        "paper": mean,
+                        "paper std": std,
                     }
-                )  # fmt: skip
+                )
     return pd.DataFrame(rows)
 
 
@@ -145,33 +151,51 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
             had.append(pair(before, before * 0).low > 0)
     return [
         Claim(
-            "1", "FedBiO and FedBiOAcc have a lower test EqOpp gap than FedAvg in all four settings.",
-            "test EqOpp gap minus FedAvg's", eqopp, all_below(eqopp, 0.0),
+            "1",
+            "FedBiO and FedBiOAcc have a lower test EqOpp gap than FedAvg in all four settings.",
+            "test EqOpp gap minus FedAvg's",
+            eqopp,
+            all_below(eqopp, 0.0),
         ),
         Claim(
-            "2", "They lose at most one point of test accuracy.", "test accuracy minus FedAvg's", accuracy,
-            all_above(accuracy, -0.01), level=-0.01,
+            "2",
+            "They lose at most one point of test accuracy.",
+            "test accuracy minus FedAvg's",
+            accuracy,
+            all_above(accuracy, -0.01),
+            level=-0.01,
         ),
         Claim(
-            "3", "FedBiOAcc reaches FedBiO's final outer loss in at most half the rounds.",
+            "3",
+            "FedBiOAcc reaches FedBiO's final outer loss in at most half the rounds.",
             "rounds needed, minus half of all rounds (a run that never gets there counts as all rounds)",
-            half("fedbioacc"), all_below(half("fedbioacc"), 0.0, or_equal=True),
+            half("fedbioacc"),
+            all_below(half("fedbioacc"), 0.0, or_equal=True),
         ),
         Claim(
-            "3b", "The same with c = 50 instead of the paper's 1, and inner steps up to 100 (our variant).",
-            "rounds needed, minus half of all rounds", half(FORGETFUL), all_below(half(FORGETFUL), 0.0, or_equal=True),
+            "3b",
+            "The same with c = 50 instead of the paper's 1, and inner steps up to 100 (our variant).",
+            "rounds needed, minus half of all rounds",
+            half(FORGETFUL),
+            all_below(half(FORGETFUL), 0.0, or_equal=True),
         ),
         Claim(
-            "4", "Dealing rows non-I.I.D. slows convergence.",
-            "rounds to 90 % of the outer loss's decrease, non-I.I.D. minus I.I.D.", slower, all_above(slower, 0.0),
+            "4",
+            "Dealing rows non-I.I.D. slows convergence.",
+            "rounds to 90 % of the outer loss's decrease, non-I.I.D. minus I.I.D.",
+            slower,
+            all_above(slower, 0.0),
         ),
         Claim(
-            "5", "FedReg and FCFL lose their advantage over FedAvg when rows are dealt non-I.I.D.",
-            "advantage in test EqOpp, non-I.I.D. minus I.I.D.", lost,
-            all_below(lost, 0.0) if all(had)
+            "5",
+            "FedReg and FCFL lose their advantage over FedAvg when rows are dealt non-I.I.D.",
+            "advantage in test EqOpp, non-I.I.D. minus I.I.D.",
+            lost,
+            all_below(lost, 0.0)
+            if all(had)
             else f"cannot be judged: {sum(had)} of {len(had)} have a clear I.I.D. advantage to lose",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _outer_loss(record: Record, method: str) -> Any:
@@ -241,21 +265,39 @@ def against_published(table: Any) -> Figure:
                 for place, (method, line) in enumerate(chosen.iterrows()):
                     look = drawn[str(method)]
                     axes.errorbar(
-                        line["ours"], -place, xerr=line["ours std"], fmt="o", color=look.colour, markersize=6,
-                        elinewidth=1.6, capsize=0, zorder=3,
-                    )  # fmt: skip
+                        line["ours"],
+                        -place,
+                        xerr=line["ours std"],
+                        fmt="o",
+                        color=look.colour,
+                        markersize=6,
+                        elinewidth=1.6,
+                        capsize=0,
+                        zorder=3,
+                    )
                     axes.errorbar(
-                        line["paper"], -place, xerr=line["paper std"], fmt="o", markerfacecolor="none",
-                        color=MUTED, markersize=6, elinewidth=1, capsize=0, zorder=2,
-                    )  # fmt: skip
+                        line["paper"],
+                        -place,
+                        xerr=line["paper std"],
+                        fmt="o",
+                        markerfacecolor="none",
+                        color=MUTED,
+                        markersize=6,
+                        elinewidth=1,
+                        capsize=0,
+                        zorder=2,
+                    )
                 axes.set_yticks(
                     [-place for place in range(len(methods))], methods if column == 0 else [""] * len(methods)
                 )
                 axes.set_title(f"{data}, {dealing}: {metric}" if column == 0 else metric, fontsize=10)
         figure.supxlabel(
-            "Filled: ours, mean and standard deviation over seeds. Rings: the paper's.", x=0.01, ha="left", fontsize=8,
+            "Filled: ours, mean and standard deviation over seeds. Rings: the paper's.",
+            x=0.01,
+            ha="left",
+            fontsize=8,
             color=MUTED,
-        )  # fmt: skip
+        )
     return figure
 
 

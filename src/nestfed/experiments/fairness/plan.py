@@ -117,9 +117,17 @@ class Plan:
 
 
 QUICK = Plan(
-    data=("german",), past=("german", "ratios:2:2:6", (("weigh", "group+label"), ("gap", 1.0))), seeds=2, past_seeds=2,
-    past_methods=("fedavg", "fedbio"), steps=60, evaluations=6, reading_seeds=1, readings=1, grid=(0.1, 1.0),
-)  # fmt: skip
+    data=("german",),
+    past=("german", "ratios:2:2:6", (("weigh", "group+label"), ("gap", 1.0))),
+    seeds=2,
+    past_seeds=2,
+    past_methods=("fedavg", "fedbio"),
+    steps=60,
+    evaluations=6,
+    reading_seeds=1,
+    readings=1,
+    grid=(0.1, 1.0),
+)
 
 
 def make_scenario(data: str, dealing: str, plan: Plan, *, slip: bool = False, **changes: Any) -> Reproduced:
@@ -217,10 +225,14 @@ def run_setting(
         say(f"{target.name}: {scenario.method(name).title} {time.monotonic() - clock:.0f} s")
     settings = {"experiment": "fairness", "plan": frame.plain(plan)} | list_settings(plan)
     record = make_record(
-        trials.add(traces), settings=settings | {"data": options.data, "partition": options.partition},
-        command=command, name=target.name, methods=methods,
-        seconds=time.monotonic() - began, started=started,
-    )  # fmt: skip
+        trials.add(traces),
+        settings=settings | {"data": options.data, "partition": options.partition},
+        command=command,
+        name=target.name,
+        methods=methods,
+        seconds=time.monotonic() - began,
+        started=started,
+    )
     record.save(target)
     write_report(record, target)
     return pd.DataFrame(choices)

@@ -77,10 +77,13 @@ def limits_table(plan: Plan) -> pd.DataFrame:
                 accuracy = float(1 - np.arccos(min(cosine, 1.0)) / np.pi)
                 rows.append(
                     {
-                        "noise": noise, "m": views, "F at the minimiser": objective,
-                        "its length": float(np.linalg.norm(x)), "its accuracy": accuracy,
+                        "noise": noise,
+                        "m": views,
+                        "F at the minimiser": objective,
+                        "its length": float(np.linalg.norm(x)),
+                        "its accuracy": accuracy,
                     }
-                )  # fmt: skip
+                )
     return pd.DataFrame(rows)
 
 
@@ -179,39 +182,56 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     stays = {f"noise {noise:g}": pair(gap(CONTRAST, noise, "objective"), nothing) for noise in plan.noises}
     return [
         Claim(
-            "1", f"Larger noise needs larger m: what m = {few} loses against m = {many} grows with the noise.",
-            f"the loss at noise {loud:g} minus the loss at noise {quiet:g}", needs, all_above(needs, 0.0),
+            "1",
+            f"Larger noise needs larger m: what m = {few} loses against m = {many} grows with the noise.",
+            f"the loss at noise {loud:g} minus the loss at noise {quiet:g}",
+            needs,
+            all_above(needs, 0.0),
         ),
         Claim(
-            "2", f"FCSG and FCSG-M are alike at m = {many}: their accuracies differ by less than {ALIKE:g}.",
-            "final test accuracy, FCSG-M minus FCSG", alike, all_within(alike, ALIKE, COUNTED),
+            "2",
+            f"FCSG and FCSG-M are alike at m = {many}: their accuracies differ by less than {ALIKE:g}.",
+            "final test accuracy, FCSG-M minus FCSG",
+            alike,
+            all_within(alike, ALIKE, COUNTED),
         ),
         Claim(
-            "3a", "FCSG-M is steadier than FCSG at small m: over rounds.",
+            "3a",
+            "FCSG-M is steadier than FCSG at small m: over rounds.",
             "standard deviation of a run's test accuracy over the second half of its rounds, FCSG-M minus FCSG",
-            rounds, all_below(rounds, 0.0),
+            rounds,
+            all_below(rounds, 0.0),
         ),
         Claim(
-            "3b", "FCSG-M is steadier than FCSG at small m: over seeds.",
+            "3b",
+            "FCSG-M is steadier than FCSG at small m: over seeds.",
             "distance of a run's test accuracy from the mean over seeds, averaged over the second half of its rounds, "
-            "FCSG-M minus FCSG", seeds, all_below(seeds, 0.0),
+            "FCSG-M minus FCSG",
+            seeds,
+            all_below(seeds, 0.0),
         ),
         Claim(
-            "3c", "(Ours.) Acc-FCSG-M, which the figure leaves out, is steadier than FCSG at small m: over rounds.",
+            "3c",
+            "(Ours.) Acc-FCSG-M, which the figure leaves out, is steadier than FCSG at small m: over rounds.",
             "standard deviation of a run's test accuracy over the second half of its rounds, Acc-FCSG-M minus FCSG",
-            accelerated, all_below(accelerated, 0.0),
+            accelerated,
+            all_below(accelerated, 0.0),
         ),
         Claim(
-            "4a", f"(Ours.) The mean of losses does not improve with m: it gains less than {NO_GAIN:g} in F.",
-            f"F at m = {few} minus F at m = {many}, FCSG on the mean of losses", stays,
+            "4a",
+            f"(Ours.) The mean of losses does not improve with m: it gains less than {NO_GAIN:g} in F.",
+            f"F at m = {few} minus F at m = {many}, FCSG on the mean of losses",
+            stays,
             all_within(stays, NO_GAIN, COUNTED),
         ),
         Claim(
-            "4b", "(Ours.) The composition does.",
-            f"F at m = {few} minus F at m = {many}: the gain of FCSG minus that of FCSG on the mean of losses", gains,
+            "4b",
+            "(Ours.) The composition does.",
+            f"F at m = {few} minus F at m = {many}: the gain of FCSG minus that of FCSG on the mean of losses",
+            gains,
             all_above(gains, 0.0),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def spread_over_rounds(cell: Cell) -> pd.Series:
@@ -251,8 +271,10 @@ def figure_one(trainings: Trainings) -> Figure:
         figure.legend(*grid[0, -1].get_legend_handles_labels(), loc="outside upper left", ncols=len(drawn))
         figure.supxlabel(
             f"communication rounds of {plan.local_steps} local steps; mean over {plan.seeds} seeds, the band spans all "
-            "of them", fontsize=9, color=MUTED,
-        )  # fmt: skip
+            "of them",
+            fontsize=9,
+            color=MUTED,
+        )
     return figure
 
 
@@ -283,9 +305,16 @@ def figure_two(table: Any, limits: Any) -> Figure:
                 own = table[(table["noise"] == noise) & (table["method"] == title)].sort_values("m")
                 shifted = own["m"].to_numpy(float) * 1.06 ** (i - 1.5)  # side by side where they coincide
                 axes.errorbar(
-                    shifted, own["F"], yerr=own["F, std"], color=look.colour, marker=look.marker, markersize=5,
-                    linewidth=1.6, elinewidth=1.2, label=title,
-                )  # fmt: skip
+                    shifted,
+                    own["F"],
+                    yerr=own["F, std"],
+                    color=look.colour,
+                    marker=look.marker,
+                    markersize=5,
+                    linewidth=1.6,
+                    elinewidth=1.2,
+                    label=title,
+                )
             axes.set_xscale("log")
             axes.set_xticks(views, [str(view) for view in views])
             axes.minorticks_off()

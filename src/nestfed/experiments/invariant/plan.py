@@ -45,9 +45,21 @@ class Plan:
 
 
 QUICK = Plan(
-    dimension=3, clients=4, noises=(1.0, 2.0), views=(1, 10), rates=(0.05,), betas=(0.5,), local_steps=5,
-    first_batches=1, rounds=40, evaluations=8, seeds=3, choosing_seeds=1, validation=400, test=2000,
-)  # fmt: skip
+    dimension=3,
+    clients=4,
+    noises=(1.0, 2.0),
+    views=(1, 10),
+    rates=(0.05,),
+    betas=(0.5,),
+    local_steps=5,
+    first_batches=1,
+    rounds=40,
+    evaluations=8,
+    seeds=3,
+    choosing_seeds=1,
+    validation=400,
+    test=2000,
+)
 
 
 # ------------------------------------------------------------------------------------------------- trainings
@@ -90,9 +102,14 @@ class Trainings(frame.Trainings[Plan]):
         # Another seed of the task: the points put aside for choosing are not those of the test.
         task = invariant_task(settings[0][1][1], clients=plan.clients, aside=aside, seed=first)
         cell = train(
-            settings, task, range(first, first + number), rounds=plan.rounds,
-            evaluate_every=plan.rounds // (1 if choosing else plan.evaluations), progress=self.progress, title=name,
-        )  # fmt: skip
+            settings,
+            task,
+            range(first, first + number),
+            rounds=plan.rounds,
+            evaluate_every=plan.rounds // (1 if choosing else plan.evaluations),
+            progress=self.progress,
+            title=name,
+        )
         # Six decimals are what float32 knows of numbers near 1; the files are a third of the size.
         return cell._replace(metrics={key: np.round(values.astype(float), 6) for key, values in cell.metrics.items()})
 

@@ -153,9 +153,14 @@ def true_model(dimension: int = 10, *, seed: int = 0) -> Array:
 
 
 def invariant_task(
-    problem: InvariantLogistic, *, clients: int = 16, shift: float = 0.0, aside: Mapping[str, int] | None = None,
-    batch_size: int = 1, seed: int = 0,
-) -> InvariantTask:  # fmt: skip
+    problem: InvariantLogistic,
+    *,
+    clients: int = 16,
+    shift: float = 0.0,
+    aside: Mapping[str, int] | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+) -> InvariantTask:
     """A federation that starts at x = 0.
 
     shift   standard deviation of the clients' centers; 0: all clients draw from one distribution

@@ -62,8 +62,10 @@ def final_table(trainings: Trainings, study: str, parts: Sequence[str]) -> pd.Da
             row[f"95 % over tasks of the {score}"] = cell.final(f"test_{score}_interval").mean()
         row |= {
             "MB up per client": cell.megabytes_up,
-            "runs that diverged": int((cell.diverged >= 0).sum()), "seeds": len(cell.seeds), "seconds": cell.seconds,
-        }  # fmt: skip
+            "runs that diverged": int((cell.diverged >= 0).sum()),
+            "seeds": len(cell.seeds),
+            "seconds": cell.seconds,
+        }
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -79,12 +81,15 @@ def choice_table(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFr
         cell, best = trainings.cell(name), trainings.best(name, CHOSEN_BY, smallest=True)
         rows.append(
             {
-                "data": study, "method": TITLES[method],
-                "chosen": in_words(cell.settings[best]), "validation loss": cell.metrics[CHOSEN_BY][best, 0, -1],
-                "settings tried": len(cell.settings), "of them diverged": int((cell.diverged >= 0).any(1).sum()),
+                "data": study,
+                "method": TITLES[method],
+                "chosen": in_words(cell.settings[best]),
+                "validation loss": cell.metrics[CHOSEN_BY][best, 0, -1],
+                "settings tried": len(cell.settings),
+                "of them diverged": int((cell.diverged >= 0).any(1).sum()),
                 "seconds": cell.seconds,
             }
-        )  # fmt: skip
+        )
     return pd.DataFrame(rows)
 
 
@@ -122,11 +127,15 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
         found = against("omniglot", part, "test_accuracy")
         claims.append(
             Claim(
-                str(number), f"FCSG, FCSG-M and Acc-FCSG-M are far above Local-SCGD and Local-SCGDM with {part} "
+                str(number),
+                f"FCSG, FCSG-M and Acc-FCSG-M are far above Local-SCGD and Local-SCGDM with {part} "
                 f"drawing{'s' if part != '1' else ''} to adapt on (by more than {100 * FAR:g} points).",
-                "final test accuracy", found, all_above(found, FAR), level=FAR,
+                "final test accuracy",
+                found,
+                all_above(found, FAR),
+                level=FAR,
             )
-        )  # fmt: skip
+        )
     if len(shots) > 1:
         gain = {
             TITLES[method]: pair(
@@ -137,18 +146,25 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
         }
         claims.append(
             Claim(
-                str(len(shots) + 1), "More drawings to adapt on are better.",
-                f"final test accuracy, {shots[-1]}-shot minus {shots[0]}-shot", gain, all_above(gain, 0.0),
+                str(len(shots) + 1),
+                "More drawings to adapt on are better.",
+                f"final test accuracy, {shots[-1]}-shot minus {shots[0]}-shot",
+                gain,
+                all_above(gain, 0.0),
             )
-        )  # fmt: skip
+        )
     for part in parts.get("sine", []):
         found = against("sine", part, "test_loss")
         claims.append(
             Claim(
-                str(len(claims) + 1), "(Ours, not the paper's.) On sine waves the loss of the three is below that of "
-                f"Local-SCGD and Local-SCGDM, {PHASES[part]}.", "final test loss", found, all_below(found, 0.0),
+                str(len(claims) + 1),
+                "(Ours, not the paper's.) On sine waves the loss of the three is below that of "
+                f"Local-SCGD and Local-SCGDM, {PHASES[part]}.",
+                "final test loss",
+                found,
+                all_below(found, 0.0),
             )
-        )  # fmt: skip
+        )
     return claims
 
 

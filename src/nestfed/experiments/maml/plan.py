@@ -22,14 +22,20 @@ from nestfed.experiments.maml.task import CONV4, character_task, sine_task
 from nestfed.models import ImageModel
 
 TITLES = {
-    "fcsg": "FCSG", "fcsg-m": "FCSG-M", "acc-fcsg-m": "Acc-FCSG-M", "local-scgd-conditional": "Local-SCGD",
+    "fcsg": "FCSG",
+    "fcsg-m": "FCSG-M",
+    "acc-fcsg-m": "Acc-FCSG-M",
+    "local-scgd-conditional": "Local-SCGD",
     "local-scgdm-conditional": "Local-SCGDM",
-}  # fmt: skip
+}
 PROPOSED, BASELINES = tuple(TITLES)[:3], tuple(TITLES)[3:]
 WEIGHTS = {  # the numbers beside the step size: weights of new values in running ones
-    "fcsg": (), "fcsg-m": ("beta",), "acc-fcsg-m": ("beta",), "local-scgd-conditional": ("inner_lr",),
+    "fcsg": (),
+    "fcsg-m": ("beta",),
+    "acc-fcsg-m": ("beta",),
+    "local-scgd-conditional": ("inner_lr",),
     "local-scgdm-conditional": ("inner_lr", "momentum_lr"),
-}  # fmt: skip
+}
 PHASES = {"alike": "clients alike", "apart": "every client its own phases"}
 CHOSEN_BY = "validation_loss"  # the smaller the better
 
@@ -71,12 +77,28 @@ class Plan:
 
 QUICK = Plan(  # two methods: compiling takes all the time
     methods=("fcsg", "local-scgd-conditional"),
-    weights=(0.5,), seeds=2, clients=2, shots=(1,), queries=2, batch=1, local_steps=1, rates=(0.05,),
+    weights=(0.5,),
+    seeds=2,
+    clients=2,
+    shots=(1,),
+    queries=2,
+    batch=1,
+    local_steps=1,
+    rates=(0.05,),
     slow_rates=(0.05,),
     model=dataclasses.replace(CONV4, outputs=2, layers=(CONV4.layers[0]._replace(channels=2, kernel=5, stride=8),)),
-    steps=2, search_steps=1, evaluate_every=1, tasks=4, sine_clients=2, sine_rates=(0.01, 0.005), sine_steps=4,
-    sine_search_steps=2, sine_evaluate_every=2, sine_tasks=4, sine_seeds=2,
-)  # fmt: skip
+    steps=2,
+    search_steps=1,
+    evaluate_every=1,
+    tasks=4,
+    sine_clients=2,
+    sine_rates=(0.01, 0.005),
+    sine_steps=4,
+    sine_search_steps=2,
+    sine_evaluate_every=2,
+    sine_tasks=4,
+    sine_seeds=2,
+)
 
 
 # ------------------------------------------------------------------------------------------------- trainings
@@ -110,17 +132,22 @@ class Trainings(frame.Trainings[Plan]):
         grid = self.grid(study, method) if choosing else [self.chosen(choice, CHOSEN_BY, smallest=True)]
         seeds = range(1 if choosing else plan.sine_seeds if study == "sine" else plan.seeds)
         steps = {
-            ("sine", True): plan.sine_search_steps, ("sine", False): plan.sine_steps,
-            ("omniglot", True): plan.search_steps, ("omniglot", False): plan.steps,
-        }[study, choosing]  # fmt: skip
+            ("sine", True): plan.sine_search_steps,
+            ("sine", False): plan.sine_steps,
+            ("omniglot", True): plan.search_steps,
+            ("omniglot", False): plan.steps,
+        }[study, choosing]
         part = self.parts(study)[0] if choosing else part
         tasks = [self._task(study, part, seed) for seed in seeds]
         cell = train_in_turn(
-            [(words, make(method, local_steps=plan.local_steps, **words)) for words in grid], tasks, seeds,
+            [(words, make(method, local_steps=plan.local_steps, **words)) for words in grid],
+            tasks,
+            seeds,
             rounds=steps // plan.local_steps,
             evaluate_every=plan.sine_evaluate_every if study == "sine" else plan.evaluate_every,
-            progress=self.progress, title=f"{TITLES[method]}, {study}",
-        )  # fmt: skip
+            progress=self.progress,
+            title=f"{TITLES[method]}, {study}",
+        )
         # Test tasks are evaluated all the time, so that choosing and training are one program; they choose nothing.
         hidden = "test_" if choosing else "validation_"
         shown = {name: values for name, values in cell.metrics.items() if not name.startswith(hidden)}
@@ -140,15 +167,27 @@ class Trainings(frame.Trainings[Plan]):
         plan = self.plan
         if study == "sine":
             return sine_task(
-                clients=plan.sine_clients, own_phases=part == "apart", shots=plan.sine_shots,
-                inner_lr=plan.sine_inner_lr, batch_size=plan.batch, seed=seed, tasks=plan.sine_tasks,
+                clients=plan.sine_clients,
+                own_phases=part == "apart",
+                shots=plan.sine_shots,
+                inner_lr=plan.sine_inner_lr,
+                batch_size=plan.batch,
+                seed=seed,
+                tasks=plan.sine_tasks,
                 steps=plan.adaptation_steps,
-            )  # fmt: skip
+            )
         characters = deal_characters(_omniglot(), clients=plan.clients, seed=seed)
         return character_task(
-            characters, model=plan.model, shots=int(part), queries=plan.queries, inner_lr=plan.inner_lr,
-            batch_size=plan.batch, seed=seed, tasks=plan.tasks, steps=plan.adaptation_steps,
-        )  # fmt: skip
+            characters,
+            model=plan.model,
+            shots=int(part),
+            queries=plan.queries,
+            inner_lr=plan.inner_lr,
+            batch_size=plan.batch,
+            seed=seed,
+            tasks=plan.tasks,
+            steps=plan.adaptation_steps,
+        )
 
     def list_finished(self) -> dict[str, list[str]]:
         """Study -> the parts of which every method's training is there: what a page can show."""

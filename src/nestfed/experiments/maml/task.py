@@ -85,9 +85,15 @@ def sine_task(
     low, high = (ends[:-1], ends[1:]) if own_phases else (np.full(clients, PHASES[0]), np.full(clients, PHASES[1]))
     whole = Rows.from_clients(constants=tuple(np.full(2, end) for end in PHASES))  # for validation and for the test
     return MetaTask.create(
-        problem, Rows.from_clients(constants=(low, high)), problem.model.init(jax.random.key(seed), 1),
-        batch_size=batch_size, aside=whole, task_seed=np.int32(seed), tasks=tasks, steps=steps,
-    )  # fmt: skip
+        problem,
+        Rows.from_clients(constants=(low, high)),
+        problem.model.init(jax.random.key(seed), 1),
+        batch_size=batch_size,
+        aside=whole,
+        task_seed=np.int32(seed),
+        tasks=tasks,
+        steps=steps,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- Omniglot
@@ -185,6 +191,13 @@ def character_task(
     """
     problem = Characters(inner_lr=inner_lr, model=model, ways=model.outputs, shots=shots, queries=queries)
     return MetaTask.create(
-        problem, characters.rows, model.init(jax.random.key(seed), (SIDE, SIDE, 1)), batch_size=batch_size,
-        aside=characters.aside, task_seed=np.int32(seed), tasks=tasks, at_once=at_once, steps=steps,
-    )  # fmt: skip
+        problem,
+        characters.rows,
+        model.init(jax.random.key(seed), (SIDE, SIDE, 1)),
+        batch_size=batch_size,
+        aside=characters.aside,
+        task_seed=np.int32(seed),
+        tasks=tasks,
+        at_once=at_once,
+        steps=steps,
+    )

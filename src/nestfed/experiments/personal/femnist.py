@@ -81,6 +81,8 @@ def _check(pixels: np.ndarray, labels: np.ndarray, writer: np.ndarray, writers: 
         first.setdefault((own, image.tobytes()), i)
     rows = np.fromiter(first.values(), int)
     return Femnist(
-        images=np.ascontiguousarray(pixels[rows, :, :, None]), labels=labels[rows].astype(np.int32),
-        writer=writer[rows].astype(np.int32), writers=tuple(map(str, writers)),
-    )  # fmt: skip
+        images=np.ascontiguousarray(pixels[rows, :, :, None]),
+        labels=labels[rows].astype(np.int32),
+        writer=writer[rows].astype(np.int32),
+        writers=tuple(map(str, writers)),
+    )

@@ -111,11 +111,13 @@ def tuned_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
     for method, cell in cells.items():
         row: dict[str, Any] = {"method": TITLES[method]}
         for title, metric in {
-            "test accuracy": "test_accuracy", "fine-tuned": "tuned_test_accuracy",
+            "test accuracy": "test_accuracy",
+            "fine-tuned": "tuned_test_accuracy",
             "worst decile": "test_accuracy_worst_decile",
             "worst decile, fine-tuned": "tuned_test_accuracy_worst_decile",
-            "newcomers": "newcomer_accuracy", "newcomers, fine-tuned": "tuned_newcomer_accuracy",
-        }.items():  # fmt: skip
+            "newcomers": "newcomer_accuracy",
+            "newcomers, fine-tuned": "tuned_newcomer_accuracy",
+        }.items():
             if metric in cell.metrics:
                 row[title] = cell.final(metric).mean()
         rows.append(row)
@@ -153,9 +155,12 @@ def markdown_choice(tried: pd.DataFrame) -> str:
 
 
 DIAGNOSTICS = {
-    "representation_distance": "H", "representation_norm": "|phi|", "center_distance": "|u_k - u_0|",
-    "clipped_share": "local gradients clipped", "server_clipped_share": "server means clipped",
-}  # fmt: skip
+    "representation_distance": "H",
+    "representation_norm": "|phi|",
+    "center_distance": "|u_k - u_0|",
+    "clipped_share": "local gradients clipped",
+    "server_clipped_share": "server means clipped",
+}
 
 
 def diagnostics_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
@@ -182,15 +187,19 @@ def check_claims(results: Mapping[str, Mapping[str, Cell]]) -> list[Claim]:
     compared = "final test accuracy, mean over clients (FedAvg and FedBABU fine-tuned)"
     sharing = tuple(method for method in TITLES if method not in (*PROPOSED, CHOSEN, FLOOR))
     above = {
-        "A shared representation helps: FedReCo (also as coded) and -PVR are above local training only.":
-            against(PROPOSED, FLOOR),
-        "(Ours.) The other methods, which share an extractor or a whole model, are above it too.":
-            against(sharing, FLOOR),
-        "(Ours.) With settings chosen on validation images, FedReCo is above local training only.":
-            against((CHOSEN,), FLOOR),
-        "(Ours.) With settings chosen on validation images, FedReCo is above itself with the paper's.":
-            against((CHOSEN,), "fedreco"),
-    }  # fmt: skip
+        "A shared representation helps: FedReCo (also as coded) and -PVR are above local training only.": against(
+            PROPOSED, FLOOR
+        ),
+        "(Ours.) The other methods, which share an extractor or a whole model, are above it too.": against(
+            sharing, FLOOR
+        ),
+        "(Ours.) With settings chosen on validation images, FedReCo is above local training only.": against(
+            (CHOSEN,), FLOOR
+        ),
+        "(Ours.) With settings chosen on validation images, FedReCo is above itself with the paper's.": against(
+            (CHOSEN,), "fedreco"
+        ),
+    }
     variance = against(("fedreco-pvr",), "fedreco")
     text = f"FedReCo-PVR makes no visible difference to FedReCo (within {100 * VISIBLE:g} point of accuracy)."
     found = [Claim("", text, compared, results, all_above(results, 0.0), 0.0) for text, results in above.items()]

@@ -33,10 +33,18 @@ from nestfed.models import CNN, Convolution
 from nestfed.verbs.personalise import PersonalTask
 
 TITLES = {
-    "local-only": "local training only", "fedavg-whole": "FedAvg", "ditto": "Ditto", "fedrep": "FedRep",
-    "fedbabu": "FedBABU", "fedpac": "FedPAC", "fedcr": "FedCR", "fedreco": "FedReCo", "fedreco-pvr": "FedReCo-PVR",
-    "fedreco-code": "FedReCo as coded", "fedreco-chosen": "FedReCo, chosen",
-}  # fmt: skip
+    "local-only": "local training only",
+    "fedavg-whole": "FedAvg",
+    "ditto": "Ditto",
+    "fedrep": "FedRep",
+    "fedbabu": "FedBABU",
+    "fedpac": "FedPAC",
+    "fedcr": "FedCR",
+    "fedreco": "FedReCo",
+    "fedreco-pvr": "FedReCo-PVR",
+    "fedreco-code": "FedReCo as coded",
+    "fedreco-chosen": "FedReCo, chosen",
+}
 AS_CODED = "fedreco-code"  # where the authors' code differs from the paper: H is a sum, and the server's step is larger
 CHOSEN = "fedreco-chosen"  # the server's step and the strength of the pull by validation images, not the paper's
 PROPOSED = ("fedreco", "fedreco-pvr", AS_CODED)
@@ -63,10 +71,16 @@ class DataPlan:
 
 FMNIST = DataPlan("Fashion-MNIST, 4 classes per client", "fashion-mnist", GREY, classes=4)
 CIFAR10 = DataPlan(
-    "CIFAR-10, 2 classes per client", "cifar10", COLOUR, classes=2,
-    rounds=80, evaluate_every=20,
-    mean=(0.491, 0.482, 0.447), deviation=(0.247, 0.243, 0.262), vary=True,
-)  # fmt: skip
+    "CIFAR-10, 2 classes per client",
+    "cifar10",
+    COLOUR,
+    classes=2,
+    rounds=80,
+    evaluate_every=20,
+    mean=(0.491, 0.482, 0.447),
+    deviation=(0.247, 0.243, 0.262),
+    vary=True,
+)
 FEMNIST = DataPlan(
     "FEMNIST, a writer per client", "femnist", dataclasses.replace(GREY, outputs=len(CLASS_NAMES)), newcomers=10
 )
@@ -125,13 +139,20 @@ class Plan:
         images = held_out(images, seed=seed) if choosing else images
         kind = RandomImageClasses if method == "fedcr" else ImageClasses
         problem = kind(
-            model=about.model, mean=about.mean, deviation=about.deviation, vary=about.vary,
+            model=about.model,
+            mean=about.mean,
+            deviation=about.deviation,
+            vary=about.vary,
             reduction="sum" if method == AS_CODED else "mean",
-        )  # fmt: skip
+        )
         return personal_task(
-            images, problem, seed=seed, batch_size=self.batch,
-            fine_tune_steps=self.fine_tune_epochs * self.epoch(images), fine_tune_lr=self.lr,
-        )  # fmt: skip
+            images,
+            problem,
+            seed=seed,
+            batch_size=self.batch,
+            fine_tune_steps=self.fine_tune_epochs * self.epoch(images),
+            fine_tune_lr=self.lr,
+        )
 
     def images(self, data: str, seed: int) -> PersonalImages:
         return _images(dict(self.data)[data], self.clients, seed)
@@ -140,9 +161,11 @@ class Plan:
         """What a page says of the data; kept with the trainings, so that pages can be written without them."""
         images = self.images(data, 0)
         return {
-            "clients": images.train.clients, "train": int(np.sum(images.train.sizes)),
-            "test": int(np.sum(images.test.sizes)), "epoch": self.epoch(images),
-        }  # fmt: skip
+            "clients": images.train.clients,
+            "train": int(np.sum(images.train.sizes)),
+            "test": int(np.sum(images.test.sizes)),
+            "epoch": self.epoch(images),
+        }
 
 
 @functools.lru_cache(maxsize=3)
@@ -160,9 +183,13 @@ def _load(source: str) -> Any:
 SMALL = CNN(layers=(Convolution(2, 1, stride=4),), hidden=(4,))
 QUICK = Plan(
     data=(("mnist", DataPlan("MNIST, 2 classes per client", "mnist", SMALL, classes=2, rounds=4, evaluate_every=2)),),
-    methods=("local-only", "fedreco", "fedreco-pvr", CHOSEN), seeds=2, server_lrs=(0.001, 0.1), pulls=(0.01,),
-    fine_tune_epochs=1, newcomer_rounds=2,
-)  # fmt: skip
+    methods=("local-only", "fedreco", "fedreco-pvr", CHOSEN),
+    seeds=2,
+    server_lrs=(0.001, 0.1),
+    pulls=(0.01,),
+    fine_tune_epochs=1,
+    newcomer_rounds=2,
+)
 
 
 # ------------------------------------------------------------------------------------------------- trainings
@@ -185,10 +212,14 @@ class Trainings(frame.Trainings[Plan]):
         chosen = self.chosen(f"choose-{data}", CHOSEN_BY) if method == CHOSEN else {}
         return train_in_turn(
             [(facts | chosen, plan.algorithm(method, facts["epoch"], **chosen))],
-            [plan.task(data, method, seed) for seed in seeds], seeds,
-            after=functools.partial(self._newcomers, data), rounds=about.rounds, evaluate_every=about.evaluate_every,
-            progress=self.progress, title=f"{TITLES[method]}, {data}",
-        )  # fmt: skip
+            [plan.task(data, method, seed) for seed in seeds],
+            seeds,
+            after=functools.partial(self._newcomers, data),
+            rounds=about.rounds,
+            evaluate_every=about.evaluate_every,
+            progress=self.progress,
+            title=f"{TITLES[method]}, {data}",
+        )
 
     def _choose(self, data: str) -> Cell:
         """FedReCo with every server step and every strength of the pull, with the first seed."""
@@ -196,9 +227,13 @@ class Trainings(frame.Trainings[Plan]):
         grid = [{"server_lr": lr, "coupling": pull} for lr, pull in itertools.product(plan.server_lrs, plan.pulls)]
         return train_in_turn(
             [(words, plan.algorithm(CHOSEN, epoch, **words)) for words in grid],
-            [plan.task(data, CHOSEN, 0, choosing=True)], [0], rounds=rounds, evaluate_every=rounds,
-            progress=self.progress, title=f"choosing FedReCo's settings, {data}",
-        )  # fmt: skip
+            [plan.task(data, CHOSEN, 0, choosing=True)],
+            [0],
+            rounds=rounds,
+            evaluate_every=rounds,
+            progress=self.progress,
+            title=f"choosing FedReCo's settings, {data}",
+        )
 
     def _newcomers(self, data: str, algorithm: Any, task: Any, run: Any, seed: int) -> dict[str, float]:
         """How well those who were not there do with what the server has in the end."""

@@ -118,9 +118,16 @@ def _accuracies(task: PersonalTask, server: Any, client: Any, key: Array) -> tup
     assert test is not None
     u, v = problem.model_of(server, client)
     tuned = fine_tune(
-        problem, u, v, task.data.client(0), key, steps=task.fine_tune_steps, lr=task.fine_tune_lr,
-        what=task.fine_tune, batch_size=task.batch_size,
-    )  # fmt: skip
+        problem,
+        u,
+        v,
+        task.data.client(0),
+        key,
+        steps=task.fine_tune_steps,
+        lr=task.fine_tune_lr,
+        what=task.fine_tune,
+        batch_size=task.batch_size,
+    )
     inputs, labels = test.columns
     right = lambda u, v: jnp.mean(problem.outputs(u, v, inputs, key).argmax(1) == labels)
     return right(u, v), right(*tuned)

@@ -60,9 +60,11 @@ def final_table(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
         for i, (value, facts) in enumerate(zip(plan.values(release), cell.settings, strict=True)):
             guarantee, metric = plan.guarantee(release, value), judging_metric(method)
             row: dict[str, Any] = {
-                "data": data, "method": TITLES[method], "uploads": RELEASES[release] if method != FLOOR else "none",
+                "data": data,
+                "method": TITLES[method],
+                "uploads": RELEASES[release] if method != FLOOR else "none",
                 "epsilon of a release": value if release in ("paper", "analytic") else math.nan,
-            }  # fmt: skip
+            }
             noise = math.nan
             if guarantee is not None:
                 noise = guarantee.sigma * math.sqrt(facts["numbers"] / facts["clients"])
@@ -71,16 +73,18 @@ def final_table(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
             accuracy = cell.final("test_accuracy", i)
             row |= {
                 "noise multiplier": guarantee.sigma / (2 * plan.clip) if guarantee is not None else math.nan,
-                "norm of the noise in a mean": noise, "signal / noise, at most": plan.clip / noise,
+                "norm of the noise in a mean": noise,
+                "signal / noise, at most": plan.clip / noise,
                 "signal / noise, measured": measured,
                 "epsilon of the run": cell.final(privacy.EPSILON, i).mean() if guarantee is not None else math.nan,
                 "uploads clipped": cell.final(CLIPPED, i).mean() if release != "plain" else math.nan,
-                "test accuracy": accuracy.mean(), "test accuracy, std": accuracy.std(ddof=0),
+                "test accuracy": accuracy.mean(),
+                "test accuracy, std": accuracy.std(ddof=0),
                 "worst decile": cell.final("test_accuracy_worst_decile", i).mean(),
                 "judged accuracy": cell.final(metric, i).mean(),
                 "judged accuracy, std": cell.final(metric, i).std(ddof=0),
                 "runs that diverged": int((cell.diverged[i] >= 0).sum()),
-            }  # fmt: skip
+            }
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -114,12 +118,22 @@ def check_claims(plan: Plan, results: Mapping[str, Cell]) -> list[Claim]:
             "(Ours.) Clip and noise cost FedReCo less than a point of accuracy: its clients' models do not pass the "
             "server. (What the clip costs alone is in the table.)"
         )
-        claims.append(Claim("1", text, "final test accuracy, with clip and noise minus as they are", kept,
-                            all_within(kept, VISIBLE)))  # fmt: skip
+        claims.append(
+            Claim(
+                "1", text, "final test accuracy, with clip and noise minus as they are", kept, all_within(kept, VISIBLE)
+            )
+        )
     if lost:
         text = "(Ours.) With noise, FedAvg with fine-tuning is below what clients reach alone."
-        claims.append(Claim(str(len(claims) + 1), text, "final test accuracy, fine-tuned, minus local training only",
-                            lost, all_below(lost, 0.0)))  # fmt: skip
+        claims.append(
+            Claim(
+                str(len(claims) + 1),
+                text,
+                "final test accuracy, fine-tuned, minus local training only",
+                lost,
+                all_below(lost, 0.0),
+            )
+        )
     return claims
 
 

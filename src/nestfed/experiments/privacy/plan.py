@@ -21,9 +21,12 @@ from nestfed.uploads.transforms import Clip, ClipMean, Transform
 
 METHODS = ("fedreco", "fedavg-whole")
 RELEASES = {
-    "plain": "as they are", "clip": "clipped", "paper": "paper's formula", "analytic": "analytic mechanism",
+    "plain": "as they are",
+    "clip": "clipped",
+    "paper": "paper's formula",
+    "analytic": "analytic mechanism",
     "noise": "noise multiplier",
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +88,18 @@ class Trainings(frame.Trainings[Plan]):
         tasks = [training.task(data, method, seed) for seed in seeds]
         cells = [
             train_in_turn(
-                [(facts if math.isnan(value) else facts | {"value": value}, algorithm)], tasks, seeds,
-                uploads=plan.uploads(method, release, value), rounds=about.rounds, noise_seed=0,  # data are public
-                evaluate_every=about.evaluate_every, progress=self.progress,
+                [(facts if math.isnan(value) else facts | {"value": value}, algorithm)],
+                tasks,
+                seeds,
+                uploads=plan.uploads(method, release, value),
+                rounds=about.rounds,
+                noise_seed=0,  # data are public
+                evaluate_every=about.evaluate_every,
+                progress=self.progress,
                 title=f"{TITLES[method]}, {RELEASES[release]}",
             )
             for value in plan.values(release)
-        ]  # fmt: skip
+        ]
         together = lambda arrays: np.concatenate(list(arrays))
         return cells[0]._replace(
             settings=[words for cell in cells for words in cell.settings],

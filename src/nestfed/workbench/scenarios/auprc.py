@@ -125,9 +125,12 @@ class PrecisionSetup(TabularSetup):
 def average_precision(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> TabularTask:
     chosen = scenario.options
     problem = AveragePrecision(
-        scores=RowScores(setup.model), margin=chosen.margin, positives=scenario.batch_positives(setup),
-        inner_samples=setup.batch_size, weight_decay=chosen.penalty,
-    )  # fmt: skip
+        scores=RowScores(setup.model),
+        margin=chosen.margin,
+        positives=scenario.batch_positives(setup),
+        inner_samples=setup.batch_size,
+        weight_decay=chosen.penalty,
+    )
     return scenario.pose(setup, problem, setup.theta, task_class=RankingTask, by_positives=True)
 
 
@@ -161,8 +164,10 @@ def _precision(name: str, title: str, description: str, **settings: Any) -> Meth
 def _curve(name: str, title: str, description: str) -> Method:
     # Two stages, the second three times as long: the last step is its end, whose average point counts.
     chosen = lambda scenario, setup: {
-        "lr": CURVE_LR, "local_steps": LOCAL_STEPS, "stage_steps": max(1, scenario.options.steps // 4),
-    }  # fmt: skip
+        "lr": CURVE_LR,
+        "local_steps": LOCAL_STEPS,
+        "stage_steps": max(1, scenario.options.steps // 4),
+    }
     return Method(title, description, (Stage("model", name, area_under_curve, chosen),))
 
 
@@ -197,9 +202,12 @@ class Auprc(Tabular[PrecisionSetup]):
         Metric("test_auroc", "test AUROC", "higher"),
     )
     chart: ClassVar[Chart | None] = Chart(
-        name="precision-recall", title="Precision and recall, test rows", x="recall", y="precision",
+        name="precision-recall",
+        title="Precision and recall, test rows",
+        x="recall",
+        y="precision",
         caption="The area under a line is the average precision.",
-    )  # fmt: skip
+    )
     methods: ClassVar[dict[str, Method]] = METHODS
     setup_class: ClassVar[type[TabularSetup]] = PrecisionSetup
     task_class: ClassVar[type[TabularTask]] = PrecisionTask
@@ -226,10 +234,17 @@ class Auprc(Tabular[PrecisionSetup]):
 
     def pose(self, setup, problem, params, *, task_class=None, by_positives=False, **fields):
         return (task_class or self.task_class).create(
-            problem, setup.rows, params, batch_size=setup.batch_size, groups=setup.groups, model=setup.model,
-            total=len(setup.data.label), recall=self.options.recall,
-            weights=setup.weights(self.options.averaging, by_positives=by_positives), **fields,
-        )  # fmt: skip
+            problem,
+            setup.rows,
+            params,
+            batch_size=setup.batch_size,
+            groups=setup.groups,
+            model=setup.model,
+            total=len(setup.data.label),
+            recall=self.options.recall,
+            weights=setup.weights(self.options.averaging, by_positives=by_positives),
+            **fields,
+        )
 
     def set_up(self, seed: int) -> PrecisionSetup:
         setup = super().set_up(seed)

@@ -82,9 +82,13 @@ class FairnessTask(TabularTask):
         logits, label = self.problem.model(theta, rows["inputs"]), rows["label"]
         predicted = (logits > 0).astype(logits.dtype)
         values = [
-            jnp.ones_like(logits), label, predicted == label, predicted * label, predicted * (1 - label),
+            jnp.ones_like(logits),
+            label,
+            predicted == label,
+            predicted * label,
+            predicted * (1 - label),
             optax.sigmoid_binary_cross_entropy(logits, label),
-        ]  # fmt: skip
+        ]
         member = jax.nn.one_hot(rows["part"] * self.groups + rows["group"], len(PARTS) * self.groups)
         means = member.astype(logits.dtype).T @ jnp.stack(values, 1) / logits.size
         return means.reshape(len(PARTS), self.groups, len(STATISTICS))
@@ -165,9 +169,13 @@ def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) ->
 def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     chosen = scenario.options
     problem = GroupWeights(
-        groups=setup.groups, penalty=chosen.penalty, gap=chosen.gap, model=setup.model, form=chosen.weight_form,
+        groups=setup.groups,
+        penalty=chosen.penalty,
+        gap=chosen.gap,
+        model=setup.model,
+        form=chosen.weight_form,
         by_label=scenario.weighs_labels,
-    )  # fmt: skip
+    )
     return scenario.pose(setup, problem, (problem.start(), setup.theta), task_class=GroupWeightsTask)
 
 
@@ -202,22 +210,25 @@ def _fcfl(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
 METHODS: dict[str, Method] = {
     "fedavg": single_level("fedavg", weighted_risk, lr=0.1),
     "fedreg": Method(
-        "FedReg", "FedAvg with a penalty on the gap of true positive rates in a batch.",
+        "FedReg",
+        "FedAvg with a penalty on the gap of true positive rates in a batch.",
         (Stage("model", "fedavg", regularised_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),),
     ),
     "fedminmax": Method(
-        "FedMinMax", "Minimise the loss of the worst group; an exchange every step.",
+        "FedMinMax",
+        "Minimise the loss of the worst group; an exchange every step.",
         (Stage("model", "fedminmax", group_minimax, lambda *_: {"lr": 0.1, "weight_lr": 0.1}, "average"),),
     ),
     "fcfl": Method(
-        "FCFL", "Multi-objective descent under a limit on every client's disparity; an exchange every step.",
+        "FCFL",
+        "Multi-objective descent under a limit on every client's disparity; an exchange every step.",
         (Stage("model", "fcfl", disparity_limit, _fcfl),),
     ),
     "fedbio": _two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}),
     # With the paper's c = 1 the momentum keeps most of the noise of its first batch (see the algorithm's page).
     "fedbioacc": _two_stages("fedbioacc", {"lr": 1.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0}),
     **{name: single_level(name, weighted_risk, lr=0.1) for name in AVERAGE_LOSS},
-}  # fmt: skip
+}
 
 
 # ------------------------------------------------------------------------------------------------- the scenario

@@ -123,28 +123,33 @@ METHODS: dict[str, Method] = {
     "local-only": Method("Local only", "Every client trains alone; nothing is exchanged.", (_stage("local-only"),)),
     "fedavg": Method("FedAvg", "One model for all.", (_stage("fedavg-whole"),)),
     "fedavg-tuned": Method(
-        "FedAvg, fine-tuned", "One model for all, with which every client goes on alone.",
+        "FedAvg, fine-tuned",
+        "One model for all, with which every client goes on alone.",
         (_stage("fedavg-whole"), _tuning_stage("all")),
     ),
     "ditto": Method("Ditto", "Own models, drawn towards one that FedAvg trains beside them.", (_stage("ditto"),)),
     "fedrep": Method("FedRep", "A common extractor and own heads.", (_stage("fedrep", head_steps=LOCAL_STEPS),)),
     "fedbabu": Method(
-        "FedBABU", "A common extractor under a fixed head; then every client trains a head alone.",
+        "FedBABU",
+        "A common extractor under a fixed head; then every client trains a head alone.",
         (_stage("fedbabu"), _tuning_stage("head")),
     ),
     "fedpac": Method(
-        "FedPAC", "A common extractor with aligned classes; heads are mixed between clients that are alike.",
+        "FedPAC",
+        "A common extractor with aligned classes; heads are mixed between clients that are alike.",
         (_stage("fedpac", head_steps=LOCAL_STEPS),),
     ),
     "fedreco": Method(
-        "FedReCo", "Own models, whose representations are drawn towards a common one.",
+        "FedReCo",
+        "Own models, whose representations are drawn towards a common one.",
         (_stage("fedreco", head_steps=LOCAL_STEPS),),
     ),
     "fedreco-pvr": Method(
-        "FedReCo-PVR", "FedReCo with less variance in the pull, for a pass over all rows per round.",
+        "FedReCo-PVR",
+        "FedReCo with less variance in the pull, for a pass over all rows per round.",
         (_stage("fedreco-pvr", head_steps=LOCAL_STEPS),),
     ),
-}  # fmt: skip
+}
 
 
 # ------------------------------------------------------------------------------------------------- trained models
@@ -205,9 +210,12 @@ class Personal(Tabular[TabularSetup]):
     def pose_from(self, setup: TabularSetup, theta: PyTree) -> PersonalTableTask:
         """The task whose clients all start from this model."""
         return PersonalTableTask.create(
-            BinaryClasses(weight_decay=self.options.penalty), setup.rows, theta, batch_size=setup.batch_size,
+            BinaryClasses(weight_decay=self.options.penalty),
+            setup.rows,
+            theta,
+            batch_size=setup.batch_size,
             weights=setup.client_weights(self.options.averaging),
-        )  # fmt: skip
+        )
 
     def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
         """The parameters of all clients' models, every leaf [clients, ...]."""

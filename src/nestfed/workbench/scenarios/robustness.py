@@ -258,14 +258,17 @@ METHODS: dict[str, Method] = {
     "fedavg": single_level("fedavg", mean_loss, LR),
     "feddro": _robust("feddro", "FedDRO", "One estimate of the inner mean for all clients, exchanged in every step."),
     "ds-feddro": _robust(
-        "ds-feddro", "DS-FedDRO", "Estimates of the inner mean drift within a round; the server corrects them.",
+        "ds-feddro",
+        "DS-FedDRO",
+        "Estimates of the inner mean drift within a round; the server corrects them.",
         beta=0.01,
     ),
     "mbsgd": _robust(
         "mbsgd", "MBSGD", "Inner values and gradients of the batches at hand, averaged in every step.", local_steps=1
     ),
     "fastdro": Method(
-        "FastDRO", "The server weighs the rows of all batches by their losses; every step exchanges them.",
+        "FastDRO",
+        "The server weighs the rows of all batches by their losses; every step exchanges them.",
         (Stage("model", "fastdro", mean_loss, _fastdro),),
     ),
     "fedavg-co-1": _robust(
@@ -275,7 +278,7 @@ METHODS: dict[str, Method] = {
         "fedavg-co-2", "FedAvg-CO II (control)", "Negative control: the inner mean is shared once a round only."
     ),
     **{name: single_level(name, mean_loss, LR) for name in AVERAGE_LOSS},
-}  # fmt: skip
+}
 
 
 # ------------------------------------------------------------------------------------------------- the scenario

@@ -302,9 +302,14 @@ class Tabular(Scenario[Setup]):
         if chosen.group is None and self.needs_group:
             raise UserError(f"{path} was given without a group; name the column of the sensitive groups with group=.")
         return read_table(
-            path, label=chosen.label, group=chosen.group, clients=chosen.client_column, positive=chosen.positive,
-            threshold=chosen.threshold, drop=chosen.drop,
-        )  # fmt: skip
+            path,
+            label=chosen.label,
+            group=chosen.group,
+            clients=chosen.client_column,
+            positive=chosen.positive,
+            threshold=chosen.threshold,
+            drop=chosen.drop,
+        )
 
     def _assign_roles(self, known: Table) -> Table:
         """A data set by name, with the roles that the user gave its columns."""
@@ -333,11 +338,17 @@ class Tabular(Scenario[Setup]):
             )
         by_column = self.table.client is not None and chosen.client_number is None
         data = federate(
-            self.table, group=chosen.group, clients=chosen.client_number, test_fraction=chosen.test_fraction,
+            self.table,
+            group=chosen.group,
+            clients=chosen.client_number,
+            test_fraction=chosen.test_fraction,
             partition=chosen.partition or ("column" if by_column else chosen.usual_partition),
-            recipe=chosen.features, keep_group=chosen.keep_group, seed=seed, by_group=self.needs_group,
+            recipe=chosen.features,
+            keep_group=chosen.keep_group,
+            seed=seed,
+            by_group=self.needs_group,
             positives=self.needs_positives,
-        )  # fmt: skip
+        )
         model = model_named(chosen.model)
         start = model.init(jax.random.key(seed), data.inputs.shape[1])
         setup: Any = self.setup_class(data, self.rows_of(data), model, start, chosen.batch_rows(len(data.label)))
@@ -363,9 +374,14 @@ class Tabular(Scenario[Setup]):
             "vote": (usual / weights).astype(np.float32),
         }
         return (task_class or self.task_class).create(
-            problem, dataclasses.replace(setup.rows, constants=constants), params, batch_size=setup.batch_size,
-            weights=weights, groups=setup.groups, **fields,
-        )  # fmt: skip
+            problem,
+            dataclasses.replace(setup.rows, constants=constants),
+            params,
+            batch_size=setup.batch_size,
+            weights=weights,
+            groups=setup.groups,
+            **fields,
+        )
 
     def rows_of(self, data: Federated) -> Rows:
         return table_rows(data)
