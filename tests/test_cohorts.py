@@ -27,14 +27,14 @@ weights_and_size = st.lists(st.floats(0.01, 100), min_size=3, max_size=9).flatma
 
 
 def many_rounds(task, rule, rounds, key=0):
-    """The seats of many rounds, side by side."""
+    """The participants of many rounds, side by side."""
     key, chances = jax.random.key(key), chances_of(task.weights, rule)
     return jax.jit(jax.vmap(lambda r: choose_cohort(task, key, r, rule, chances=chances)))(jnp.arange(rounds))
 
 
-def how_often(seats, clients):
-    present = np.asarray(seats.weight) > 0
-    return np.bincount(np.asarray(seats.position)[present], minlength=clients) / len(present)
+def how_often(participants, clients):
+    present = np.asarray(participants.weight) > 0
+    return np.bincount(np.asarray(participants.position)[present], minlength=clients) / len(present)
 
 
 @settings(max_examples=30, deadline=None)
@@ -59,28 +59,30 @@ def test_cohorts_by_weight_have_these_chances_and_weights_in_means_that_add_up_t
     task = regression((4,) * 5, weights=weights)
     task = dataclasses.replace(task, weights=np.asarray(task.weights, precision))
     rule = cohort_rule(size, "weights", task.weights)
-    seats, chances, rounds = many_rounds(task, rule, 4000), np.asarray(chances_of(task.weights, rule)), 4000
-    often = how_often(seats, 5)
+    participants, chances, rounds = many_rounds(task, rule, 4000), np.asarray(chances_of(task.weights, rule)), 4000
+    often = how_often(participants, 5)
     error = np.sqrt(chances * (1 - chances) / rounds)
     assert (np.abs(often - chances) <= 4.5 * error + 1e-6).all(), (often, chances)
-    assert (np.sort(seats.position, axis=1) == seats.position).all()
-    assert all(len(set(row)) == size for row in np.asarray(seats.position).tolist())
-    assert_allclose(np.asarray(seats.weight).sum(1), 1, rtol=1e-6)
-    assert_allclose(seats.weight * seats.chance, np.asarray(task.weights)[seats.position], rtol=1e-6)
+    assert (np.sort(participants.position, axis=1) == participants.position).all()
+    assert all(len(set(row)) == size for row in np.asarray(participants.position).tolist())
+    assert_allclose(np.asarray(participants.weight).sum(1), 1, rtol=1e-6)
+    assert_allclose(
+        participants.weight * participants.chance, np.asarray(task.weights)[participants.position], rtol=1e-6
+    )
 
 
 def test_every_pair_of_clients_meets():
     task = regression((4,) * 6, weights=(0.3, 0.25, 0.2, 0.1, 0.1, 0.05))
-    seats = many_rounds(task, cohort_rule(2, "weights", task.weights), 4000)
-    assert set(map(tuple, seats.position.tolist())) == set(itertools.combinations(range(6), 2))
+    participants = many_rounds(task, cohort_rule(2, "weights", task.weights), 4000)
+    assert set(map(tuple, participants.position.tolist())) == set(itertools.combinations(range(6), 2))
 
 
 def test_equal_weights_are_drawn_uniformly_under_either_name():
     task = regression((4,) * 6)
     by_weight, uniform = (cohort_rule(2, name, task.weights) for name in ("weights", "uniform"))
     assert by_weight == uniform
-    seats = many_rounds(task, uniform, 3000)
-    pairs = [tuple(row) for row in seats.position.tolist()]
+    participants = many_rounds(task, uniform, 3000)
+    pairs = [tuple(row) for row in participants.position.tolist()]
     counts = [pairs.count(pair) for pair in itertools.combinations(range(6), 2)]
     assert stats.chisquare(counts).pvalue > 1e-4
 
@@ -89,10 +91,10 @@ def test_equal_weights_are_drawn_uniformly_under_either_name():
 def test_poisson_cohorts_are_independent_coins(weights):
     task, rounds = regression((4,) * 6, weights=weights), 4000
     rule = cohort_rule(2, "poisson", task.weights)
-    seats, chances = many_rounds(task, rule, rounds), np.asarray(chances_of(task.weights, rule))
+    participants, chances = many_rounds(task, rule, rounds), np.asarray(chances_of(task.weights, rule))
     assert_allclose(chances.sum(), 2)
     present = np.zeros((rounds, 6))
-    np.put_along_axis(present, np.asarray(seats.position), np.asarray(seats.weight) > 0, axis=1)
+    np.put_along_axis(present, np.asarray(participants.position), np.asarray(participants.weight) > 0, axis=1)
     error = np.sqrt(chances * (1 - chances) / rounds)
     assert (np.abs(present.mean(0) - chances) <= 4.5 * error + 1e-9).all()
     varying = chances < 1
@@ -249,5 +251,7 @@ def test_cohorts_follow_ids_not_positions():
         rule = cohort_rule(2, sampling, weights)
         for round in range(20):
             one, other = (choose_cohort(t, jax.random.key(1), jnp.asarray(round), rule) for t in (task, turned))
-            who = lambda seats: {int(i) for i, w in zip(seats.id, seats.weight, strict=True) if w > 0}
+            who = lambda participants: {
+                int(i) for i, w in zip(participants.id, participants.weight, strict=True) if w > 0
+            }
             assert who(one) == who(other)

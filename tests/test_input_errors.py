@@ -45,7 +45,7 @@ FEDAVG = make("fedavg", lr=0.1)
             "no option 'batchsize' of Task; did you mean 'batch_size'",
         ),
         (lambda: measure(FEDAVG, TASK, upload=()), "no option 'upload'; did you mean 'uploads'"),
-        (lambda: simulate(FEDAVG, TASK, 0, {"rounds": 1}), r"options=.*give an nestfed.Options\(...\)"),
+        (lambda: simulate(FEDAVG, TASK, 0, {"rounds": 1}), r"options=.*give a nestfed.Options\(...\)"),
         (lambda: sweep([FEDAVG], TASK, [0], rounds=1, checkpoint="a.npz"), "a sweep keeps no checkpoint"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, cohort=12), "cohort=12, but the task has 3 clients; use cohort=None"),
         (lambda: simulate(FEDAVG, TASK, rounds=1, cohort=0), "cohort=0 .*at least one client"),

@@ -288,12 +288,12 @@ def test_training_lowers_the_objective():
 # ------------------------------------------------------------------------------------------------- the experiment
 
 
-def test_empty_seats_change_nothing():
+def test_clients_of_weight_zero_change_nothing():
     task = noisy_groups_task(few(clients=2))
     algorithm = make("mbsgd", lr=0.1)
     tasks = task, dro_fairness._add_empty_clients(task, 4)
-    alone, seated = (simulate(algorithm, one, rounds=3, evaluate_every=None) for one in tasks)
-    assert_allclose(alone.server.x, seated.server.x, rtol=1e-12)
+    alone, among_empty = (simulate(algorithm, one, rounds=3, evaluate_every=None) for one in tasks)
+    assert_allclose(alone.server.x, among_empty.server.x, rtol=1e-12)
 
 
 def test_what_is_chosen():

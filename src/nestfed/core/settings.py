@@ -84,7 +84,7 @@ def struct(cls: type[T]) -> type[T]:
 
 def check_registered(record: Any) -> None:
     """A subclass without @struct looks right and fails deep inside JAX, and so does a field that is no number: say so
-    at the border."""
+    before anything is traced."""
     import jax
     import numpy as np
 
@@ -111,7 +111,7 @@ def check_registered(record: Any) -> None:
 
 
 def validate(record: Any) -> None:
-    """Refuse settings outside their range. Traced values are left alone: they were checked at the border."""
+    """Refuse settings outside their range. Traced values are left alone: they were checked before they were traced."""
     from jax.core import Tracer
 
     for field in dataclasses.fields(record):

@@ -121,7 +121,7 @@ def make_options(options: Options | None, changes: Mapping[str, Any]) -> Options
             hint = suggest(name, NAMES)
             raise UserError(f"there is no option {name!r}{hint} The options of a run are {', '.join(NAMES)}.")
     if options is not None and not isinstance(options, Options):
-        raise UserError(f"options={options!r} was given; give an nestfed.Options(...), or options by name.")
+        raise UserError(f"options={options!r} was given; give a nestfed.Options(...), or options by name.")
     return dataclasses.replace(Options() if options is None else options, **changes)
 
 
