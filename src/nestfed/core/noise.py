@@ -32,7 +32,7 @@ def fresh_key() -> Array:
     return key_of_bytes(os.urandom(4 * KEY_WORDS))
 
 
-def repeatable_key(noise_seed: Any, run: Array) -> Array:
+def repeatable_key(noise_seed: int, run: Array) -> Array:
     """The key of a number and of a run's own key, for tests and public data: whoever knows them can take the noise off
     again."""
     if isinstance(noise_seed, bool) or not isinstance(noise_seed, (int, np.integer)):
@@ -41,7 +41,7 @@ def repeatable_key(noise_seed: Any, run: Array) -> Array:
     return key_of_bytes(hashlib.sha256(f"nestfed noise {numbers}".encode()).digest())
 
 
-def noise_key(noise_seed: Any, run: Array) -> Array:
+def noise_key(noise_seed: int | None, run: Array) -> Array:
     """The key of a run's noise: a fresh one, unless the user asks for noise that can be repeated."""
     return fresh_key() if noise_seed is None else repeatable_key(noise_seed, run)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed.core.settings import UserError, setting, suggest, validate
-from nestfed.core.types import Array
+from nestfed.core.types import Array, Seed
 from nestfed.engine.cohorts import SAMPLINGS
 from nestfed.uploads.privacy import Uploads, transforms_of
 
@@ -125,7 +125,7 @@ def make_options(options: Options | None, changes: Mapping[str, Any]) -> Options
     return dataclasses.replace(Options() if options is None else options, **changes)
 
 
-def as_key(seed: Any) -> Array:
+def as_key(seed: Seed) -> Array:
     """A JAX key from a whole number, or the key itself."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         return jax.random.key(int(seed))

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.noise import noise_key
 from nestfed.core.task import Task
+from nestfed.core.types import Seed
 from nestfed.engine.cohorts import cohort_rule
 from nestfed.engine.contract import check_contract, check_match, count_exchanging_steps
 from nestfed.engine.options import Options, as_key
@@ -48,7 +49,7 @@ def make_plan(algorithm: Algorithm, task: Task, options: Options, *, weights: np
     )
 
 
-def make_inputs(algorithm: Algorithm, task: Task, seed: object, options: Options) -> Inputs:
+def make_inputs(algorithm: Algorithm, task: Task, seed: Seed, options: Options) -> Inputs:
     """What the programs of a run take; noise is drawn anew by every call."""
     key = as_key(seed)
     noise = noise_key(options.noise_seed, key)

@@ -25,10 +25,10 @@ class Quadratic(SingleLevel):
         return 0.5 * a * jnp.sum((x - c) ** 2)
 
 
-def quadratics(curvatures=(1.0, 4.0), centers=(0.0, 1.0), **options: Any) -> Task:
+def quadratics(curvatures=(1.0, 4.0), centers=(0.0, 1.0), **fields: Any) -> Task:
     """Clients pull towards different centers with different curvatures; the minimiser is sum a c / sum a."""
     constants = (jnp.asarray(curvatures), jnp.asarray(centers))
-    return Task.create(Quadratic(), Rows.from_clients(constants=constants), jnp.asarray(0.0), **options)
+    return Task.create(Quadratic(), Rows.from_clients(constants=constants), jnp.asarray(0.0), **fields)
 
 
 @struct
@@ -53,7 +53,7 @@ class ShowX(Task):
         return super().metrics(server, client, data, fed) | {"x": server.x[0]}
 
 
-def scalar_bilevel(scope: str = "local", **options: Any) -> Task:
+def scalar_bilevel(scope: str = "local", **fields: Any) -> Task:
     """Make a task of two clients. It is solved by x = 80/59 with local lower problems, by x = 15/7 with a global one.
 
     scope "naive" is what plain averaging makes of it.
@@ -62,9 +62,9 @@ def scalar_bilevel(scope: str = "local", **options: Any) -> Task:
     x, y = jnp.asarray(0.0), jnp.asarray(0.0)
     if scope == "naive":
         return ShowX.create(
-            NaiveBilevel(problem=ScalarBilevel()), Rows.from_clients(constants=constants), {"x": x, "y": y}, **options
+            NaiveBilevel(problem=ScalarBilevel()), Rows.from_clients(constants=constants), {"x": x, "y": y}, **fields
         )
-    return ShowX.create(ScalarBilevel(scope=scope), Rows.from_clients(constants=constants), (x, y), **options)
+    return ShowX.create(ScalarBilevel(scope=scope), Rows.from_clients(constants=constants), (x, y), **fields)
 
 
 @struct
@@ -100,7 +100,7 @@ class CounterexampleTask(Task):
         return {"x": server.x[0], "objective": jnp.sqrt(server.x[0] ** 2 + 4.0)}
 
 
-def counterexample(view: str = "compositional", *, scope: str = "global", **options: Any) -> Task:
+def counterexample(view: str = "compositional", *, scope: str = "global", **fields: Any) -> Task:
     """Inner functions 4x - 4 and -2x + 4 average to x: the objective sqrt(x^2 + 4) is least at x = 0.
 
     scope "local" asks for the mean of the clients' own compositions instead, least at x = 1.1686673.
@@ -113,4 +113,4 @@ def counterexample(view: str = "compositional", *, scope: str = "global", **opti
     elif view == "naive":
         problem = NaiveComposition(problem=problem)
     constants = (jnp.array([4.0, -2.0]), jnp.array([-4.0, 4.0]))
-    return CounterexampleTask.create(problem, Rows.from_clients(constants=constants), start, **options)
+    return CounterexampleTask.create(problem, Rows.from_clients(constants=constants), start, **fields)

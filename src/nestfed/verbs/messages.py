@@ -28,7 +28,7 @@ from nestfed.core.noise import check_secret, fresh_key, key_of_bytes, noise_key,
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array
+from nestfed.core.types import Array, Seed
 from nestfed.engine.cohorts import chances_of
 from nestfed.engine.contract import check_match
 from nestfed.engine.options import Changes, Options, as_key, make_options
@@ -122,7 +122,7 @@ class Node:
         self,
         algorithm: Algorithm,
         task: Task,
-        seed: Any,
+        seed: Seed,
         store: MutableMapping[str, Leaves] | None = None,
         *,
         uploads: Uploads = (),
@@ -350,7 +350,7 @@ class Server:
     """
 
     def __init__(
-        self, algorithm: Algorithm, task: Task, seed: Any, *, uploads: Uploads = (), noise_seed: int | None = None
+        self, algorithm: Algorithm, task: Task, seed: Seed, *, uploads: Uploads = (), noise_seed: int | None = None
     ):
         self.algorithm, self.task, self.key = algorithm, without_rows(task), as_key(seed)
         self.uploads, self.noise_seed = transforms_of(uploads), noise_seed
@@ -495,7 +495,7 @@ class Deployment(NamedTuple):
 
 
 def deploy(
-    algorithm: Algorithm, task: Task, seed: Any = 0, options: Options | None = None, **changes: Unpack[Changes]
+    algorithm: Algorithm, task: Task, seed: Seed = 0, options: Options | None = None, **changes: Unpack[Changes]
 ) -> Deployment:
     """All nodes and the server in this process; server and clients as `simulate` has them.
 

@@ -22,7 +22,7 @@ from nestfed.core.randomness import fold_pair
 from nestfed.core.rows import ClientRows, Rows
 from nestfed.core.settings import UserError, setting, static, struct
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import Array, PyTree, Seed
 from nestfed.engine.options import as_key, check_positive
 from nestfed.problems import Personalised
 from nestfed.verbs.simulation import Result, advance, start
@@ -96,13 +96,13 @@ class PersonalTask(Task):
         return "train_loss"
 
     @classmethod
-    def create(cls, problem, data, params, *, test: Rows | None = None, **options: Any):
+    def create(cls, problem, data, params, *, test: Rows | None = None, **fields: Any):
         if test is not None and not np.array_equal(np.asarray(test.ids), np.asarray(data.ids)):
             raise UserError(
                 f"the test rows are of the clients {np.asarray(test.ids).tolist()}, the training rows of "
                 f"{np.asarray(data.ids).tolist()}; give the same clients in the same order."
             )
-        return super().create(problem, data, params, test=test, **options)
+        return super().create(problem, data, params, test=test, **fields)
 
     def parts(self, data: ClientRows) -> dict[str, ClientRows]:
         """What a client's model is judged by."""
@@ -209,13 +209,13 @@ def _some(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:5])) + (f", ... ({len(ids)} in all)" if len(ids) > 5 else "")
 
 
-def predict(result: Result, client: int, inputs: PyTree, *, seed: Any = 0) -> Array:
+def predict(result: Result, client: int, inputs: PyTree, *, seed: Seed = 0) -> Array:
     """What the model of the client of this id answers; the seed matters where the answer is random."""
     (u, v), problem, key = model_of(result, client), result.task.problem, as_key(seed)
     return problem.answers(v, problem.features(u, inputs, key), key)
 
 
-def adapt(algorithm: Algorithm, task: Task, server: Any, *, rounds: int, seed: Any = 0) -> Any:
+def adapt(algorithm: Algorithm, task: Task, server: Any, *, rounds: int, seed: Seed = 0) -> Any:
     """The Local fields of a new client after `rounds` rounds against a server that does not change.
 
     `task` holds the new client's rows and nobody else's, with the problem and the starting point of the training: the

@@ -20,7 +20,7 @@ import numpy as np
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import PyTree
+from nestfed.core.types import PyTree, Seed
 from nestfed.engine import cohorts, rounds
 from nestfed.engine.options import Changes, Options, make_options
 from nestfed.engine.planning import make_inputs, make_plan
@@ -96,7 +96,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def start(
-    algorithm: Algorithm, task: Task, seed: Any = 0, options: Options | None = None, **changes: Unpack[Changes]
+    algorithm: Algorithm, task: Task, seed: Seed = 0, options: Options | None = None, **changes: Unpack[Changes]
 ) -> Run:
     """The run before its first round."""
     chosen = make_options(options, changes)
@@ -106,7 +106,7 @@ def start(
 def advance(
     algorithm: Algorithm,
     task: Task,
-    seed: Any,
+    seed: Seed,
     run: Run,
     options: Options | None = None,
     **changes: Unpack[Changes],
@@ -130,7 +130,7 @@ def evaluate(
     algorithm: Algorithm,
     task: Task,
     run: Run,
-    seed: Any = 0,
+    seed: Seed = 0,
     options: Options | None = None,
     **changes: Unpack[Changes],
 ) -> dict[str, np.ndarray]:
@@ -141,7 +141,7 @@ def evaluate(
 
 
 def simulate(
-    algorithm: Algorithm, task: Task, seed: Any = 0, options: Options | None = None, **changes: Unpack[Changes]
+    algorithm: Algorithm, task: Task, seed: Seed = 0, options: Options | None = None, **changes: Unpack[Changes]
 ) -> Result:
     """Run an algorithm on a task, with the options of `nestfed.Options`; `seed` is a whole number or a JAX key.
 

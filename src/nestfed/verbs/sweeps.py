@@ -14,7 +14,7 @@ from nestfed.core.algorithm import Algorithm
 from nestfed.core.noise import noise_key
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import Array, PyTree, Seed
 from nestfed.engine import rounds
 from nestfed.engine.options import Changes, Options, as_key, make_options
 from nestfed.engine.planning import make_plan
@@ -33,7 +33,7 @@ class Sweep:
     """Many runs: the history of every setting and seed, and where each ended."""
 
     settings: list[Any]
-    seeds: list[Any]
+    seeds: list[Seed]
     history: dict[str, np.ndarray]  # "round": [evaluations]; every metric: [settings, seeds, evaluations, ...]
     diverged: np.ndarray  # [settings, seeds]: the round in which a value became non-finite, or -1
     participants: np.ndarray  # [settings, seeds, rounds]: clients that took part
@@ -56,7 +56,7 @@ class Sweep:
 def sweep(
     settings: Sequence[Any],
     task: Task | Sequence[Task],
-    seeds: Sequence[Any] = (0,),
+    seeds: Sequence[Seed] = (0,),
     options: Options | None = None,
     **changes: Unpack[Changes],
 ) -> Sweep:

@@ -92,12 +92,12 @@ class RandomImageClasses(GaussianEncoder, ImageClasses):
 
 
 def personal_task(
-    images: PersonalImages, problem: ImageClasses, *, seed: int = 0, batch_size: int = 48, **options: Any
+    images: PersonalImages, problem: ImageClasses, *, seed: int = 0, batch_size: int = 48, **fields: Any
 ) -> PersonalTask:
     """The task of these clients, judged by their own test images; all start from one point. Options are those of
     `PersonalTask`, such as fine_tune_steps."""
     params = problem.init(jax.random.key(seed), images.shape)
-    return PersonalTask.create(problem, images.train, params, test=images.test, batch_size=batch_size, **options)
+    return PersonalTask.create(problem, images.train, params, test=images.test, batch_size=batch_size, **fields)
 
 
 def newcomer_accuracy(

@@ -14,14 +14,14 @@ from jax import lax
 from nestfed.core.algorithm import Algorithm, Sample
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import Array, PyTree, Seed
 from nestfed.engine import rounds
 from nestfed.engine.options import as_key, check_positive
 from nestfed.engine.steps import Call, Inputs, make_client, make_draws, only_client
 from nestfed.verbs.diagnostics.programs import gradients
 
 
-def evaluate_at(task: Task, program: Callable, *, seed: Any = 0, **point: PyTree) -> dict[str, np.ndarray]:
+def evaluate_at(task: Task, program: Callable, *, seed: Seed = 0, **point: PyTree) -> dict[str, np.ndarray]:
     """A diagnostic (and the task's own metrics) at a point of your choice, without an algorithm.
 
     The point is given by the problem's variables, as trees or flat vectors; those left out are the task's start.
@@ -75,7 +75,7 @@ def estimator_error(
     *,
     client: int = 0,
     repeats: int = 1000,
-    seed: Any = 0,
+    seed: Seed = 0,
 ) -> EstimatorError:
     """Bias and variance of `estimate(problem, draw)` at the client of this position, from independent repetitions.
 
