@@ -206,9 +206,10 @@ def _make_output_flag(*names: str, help: str, **more: Any) -> TyperOption:
 
 
 OUT = _make_output_flag("--out", type=click.Path(path_type=Path), help=OUT_HELP)
-RESUME = _make_output_flag("--resume", is_flag=True, help="Go on with the run in --out, or with that of the file.")
-JSON = _make_output_flag("--json", "json_", is_flag=True, help=JSON_HELP)
-QUIET = _make_output_flag("--quiet", "-q", is_flag=True, help=QUIET_HELP)
+RESUME_HELP = "Go on with the run in --out, or with that of the file."
+RESUME = _make_output_flag("--resume", is_flag=True, default=False, help=RESUME_HELP)
+JSON = _make_output_flag("--json", "json_", is_flag=True, default=False, help=JSON_HELP)
+QUIET = _make_output_flag("--quiet", "-q", is_flag=True, default=False, help=QUIET_HELP)
 GRID = TyperOption(
     param_decls=["--grid"],
     multiple=True,
