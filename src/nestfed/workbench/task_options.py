@@ -7,6 +7,7 @@ is in `scenarios/`. Nothing here imports JAX or pandas: help must come at once.
 
 import dataclasses
 import glob
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,8 +30,8 @@ def lower_all(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def locate(data: str) -> str:
     """A file, a folder/ or a pattern by its whole path: the run can go on from any folder."""
-    is_folder = Path(data).is_dir() and is_path(data)
-    return str(Path(data).resolve()) if is_folder or Path(data).is_file() or glob.has_magic(data) else data
+    is_folder = os.path.isdir(data) and is_path(data)  # pathlib raises where a name is too long for a file
+    return str(Path(data).resolve()) if is_folder or os.path.isfile(data) or glob.has_magic(data) else data
 
 
 def is_path(data: str) -> bool:
@@ -75,6 +76,11 @@ class CommonOptions(OptionSet):
         choices=("last", "average", "random", "best"),
         more="best is by validation data.",
         usual="the one that the method's paper returns",
+    )
+    tune: bool | None = option(
+        "choose step sizes first, by validation rows; what is set is left alone",
+        panel=TRAINING,
+        usual="where it takes less than about a minute of two cores",
     )
     privacy: str | None = option(
         "differential privacy, and who is trusted",

@@ -386,6 +386,9 @@ class Tabular(Scenario[Setup]):
     def rows_of(self, data: Federated) -> Rows:
         return table_rows(data)
 
+    def batch_work(self, setup: Setup) -> tuple[int, int]:
+        return setup.batch_size, sum(leaf.size for leaf in jax.tree.leaves(setup.theta))
+
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
         table = self.table
         rule = f"= {table.positive}" if table.threshold is None else f"> {table.threshold:g}"
