@@ -117,7 +117,7 @@ def test_resume_changes_nothing_and_other_settings_are_refused(study):
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     """A real process, a real Ctrl-C: exit code 130, a line that says how to go on, and the same numbers in the end."""
     program = Path(sys.executable).with_name("nestfed")
-    words = "run fairness -a fedavg --data german --seeds 4 --steps 20000 --evaluations 5 --quiet".split()
+    words = "run fairness -a fedavg --data german --seeds 4 --steps 20000 --evaluations 5 --no-tune --quiet".split()
     process = subprocess.Popen(
         [program, *words, "--out", "cut"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ
     )
