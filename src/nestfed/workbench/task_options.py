@@ -239,8 +239,7 @@ class FairnessOptions(TabularOptions):
         "the limited model may ask for a person's group",
         panel=TASK,
         default=False,
-        more="Then thresholds by group are tried too. Using a protected group to decide is often unlawful; where it is "
-        "not, this costs the least accuracy.",
+        more="Thresholds by group are tried then; where the group is protected, using it is often unlawful.",
     )
     regulariser: float = option("coefficient of FedReg", panel=TASK, default=0.1, at_least=0)
     full_batch: bool = option("FedMinMax sees all rows in a step", panel=TASK, default=True)
