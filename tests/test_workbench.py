@@ -62,10 +62,10 @@ def test_history_counts_rounds_bytes_and_work_through_the_stages(study):
     one = study.history[(study.history.method == "fedbio") & (study.history.seed == 0)]
     assert one.stage.tolist() == ["weights"] * 5 + ["model"] * 5
     assert one["round"].tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
-    # German Credit: 4 groups; features and a bias. Three clients, up and down.
+    # German Credit: 4 groups with two weights and a price each; features and a bias. Three clients, up and down.
     features = study.model("fedavg").theta[0]["weight"].size + 1
     each = 3 * 2 * BYTES
-    expected = [each * 4 * r for r in range(5)] + [each * (4 * 4 + features * r) for r in range(5)]
+    expected = [each * 12 * r for r in range(5)] + [each * (4 * 12 + features * r) for r in range(5)]
     assert one.bytes.tolist() == expected
     assert (np.diff(one.oracle_calls) >= 0).all() and one.oracle_calls.iloc[-1] > one.oracle_calls.iloc[4] > 0
 

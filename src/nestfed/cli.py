@@ -420,6 +420,9 @@ def _show(study: Any, *, json_: bool, quiet: bool) -> None:
             f"{study.record.about['title']}, {seeds} seed{'s' * (seeds > 1)}: mean ± std, difference [95 % interval]"
         )
         _console().print(_table(shown, title=title))
+        if len(study.record.candidates):
+            _, found = tables.candidates(study.record)
+            _console().print(_table(found, title="What a limit on the gap costs (validation rows decide)"))
         for note in study.record.about["notes"]:
             typer.echo(f"note: {note}")
         for gain in study.record.about["gains"].values():

@@ -341,7 +341,9 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         [
             getattr(r, table).assign(method=getattr(r, table).method.map(n))
             for r, n in zip(records, labels, strict=True)
-        ],
+            if "method" in getattr(r, table)
+        ]
+        or [pd.DataFrame()],
         ignore_index=True,
     )
     titles = {
@@ -382,6 +384,7 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         holdings=records[0].holdings,
         cost={n[m]: r.cost[m] for r, n in zip(records, labels, strict=True) for m in r.methods},
         lines=renamed("lines"),
+        candidates=renamed("candidates"),
     )
     record = add_gains(record)
     record.save(folder)

@@ -8,7 +8,8 @@ SETTINGS = {
     "algorithm": ["fedavg", "fedbio", "fedbioacc"],
     "seeds": 3,
     "evaluations": 25,
-    # Past the paper: a weight for every group and label, and an upper loss that counts the gap.
+    # Past the paper: a weight for every group and label, and an upper loss that counts every client's own gap.
+    "objective": "paper",
     "weigh": "group+label",
     "gap": 1.0,
     "tune": False,

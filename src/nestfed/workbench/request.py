@@ -58,7 +58,7 @@ class Request(CommonOptions):
 
     @property
     def methods(self) -> list[str]:
-        names = list(TASKS[self.task].usual if self.algorithm is None else self.algorithm)
+        names = list(self.scenario.choose_methods(self.algorithm))
         for name in names:
             self.scenario.method(name)
         if len(set(names)) != len(names) or not names:
@@ -95,6 +95,7 @@ class Request(CommonOptions):
             raise UserError(
                 "privacy needs clip (largest norm of an upload) and noise_multiplier (noise / sensitivity)."
             )
+        self.scenario.check_private()
         return GUARANTEES[self.privacy](
             clip=self.clip,
             noise_multiplier=self.noise_multiplier,

@@ -32,7 +32,7 @@ def make_record(
 ) -> Record:
     """The record of finished traces."""
     scenario, setups, traces = trials.scenario, trials.setups, trials.traces
-    finals, slices, lines = [], [], []
+    finals, slices, lines, candidates = [], [], [], []
     for trace in traces:
         row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
         row["above_start"] = trace.rise is not None
@@ -40,6 +40,8 @@ def make_record(
             metrics, parts = scenario.evaluate(setups[trace.seed], trace.left)
             row |= metrics
             slices.append(parts.assign(method=trace.method, seed=trace.seed))
+            found = scenario.candidates(setups[trace.seed], trace.left)
+            candidates += [] if found.empty else [found.assign(method=trace.method, seed=trace.seed)]
             if scenario.chart is not None:
                 lines.append(
                     scenario.lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed)
@@ -84,6 +86,7 @@ def make_record(
         # Of the seed that came furthest: one that diverged early has not seen all stages.
         cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
         lines=pd.concat(lines, ignore_index=True) if lines else pd.DataFrame(columns=pd.Index(LINE_COLUMNS)),
+        candidates=pd.concat(candidates, ignore_index=True) if candidates else pd.DataFrame(),
     )
     return add_gains(record)
 

@@ -99,6 +99,13 @@ class Scenario(abc.ABC, Generic[Setup]):
             own[method.stage_of(key)][method.plain(key)] = value
         return [make(stage.algorithm, **settings) for stage, settings in zip(method.stages, own, strict=True)]
 
+    def choose_methods(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The methods of a run, from those that it names."""
+        return self.options.usual if asked is None else asked
+
+    def check_private(self) -> None:
+        """Refuse what cannot be done under a guarantee of privacy; by default all can."""
+
     @property
     def headline(self) -> tuple[Metric, ...]:
         """The metrics that this run has."""
@@ -146,6 +153,10 @@ class Scenario(abc.ABC, Generic[Setup]):
 
     def lines(self, setup: Setup, left: Any) -> pd.DataFrame:
         """The lines of the chart for what is left: slice, x, y. Only of scenarios that have a chart."""
+        return pd.DataFrame()
+
+    def candidates(self, setup: Setup, left: Any) -> pd.DataFrame:
+        """The models among which a method chose, as `Record.candidates` has them. Only of methods that choose."""
         return pd.DataFrame()
 
     @abc.abstractmethod
