@@ -35,7 +35,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from nestfed.algorithms.personal_method import HeadThenBody, clip_together
+from nestfed.algorithms.clipping import clip_together
+from nestfed.algorithms.personal_method import HeadThenBody
 from nestfed.algorithms.server_step import descend, start_memory
 from nestfed.core.algorithm import Local, Sample, Scratch, Server, Shared
 from nestfed.core.schedules import at
