@@ -21,7 +21,7 @@ from nestfed.workbench.task_options import TabularOptions
 
 Setup = TypeVar("Setup")  # one seed's data, as a scenario makes it
 
-STEP_FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+STEP_SIZE = {"lr": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Stage:
     output: str = "last"
     alone: bool = False  # clients exchange nothing: it needs no part of a privacy budget
     # Settings that a run may choose for itself, one after the other: factors of what is recommended.
-    tuned: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=lambda: {"lr": STEP_FACTORS})
+    tuned: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=lambda: STEP_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)

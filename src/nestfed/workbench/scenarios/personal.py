@@ -7,6 +7,7 @@ off the worst of them are, are what counts.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,7 +26,7 @@ from nestfed.models import RowModel
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
 from nestfed.verbs.personalise import PersonalTask, spread
-from nestfed.workbench.scenario import Method, Stage
+from nestfed.workbench.scenario import STEP_SIZE, Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
@@ -110,8 +111,12 @@ TUNING_LR = {"all": 0.001, "head": 0.01}
 MODEL, TUNING = "model", "tuning"
 
 
-def _stage(algorithm: str, **settings: Any) -> Stage:
-    return Stage(MODEL, algorithm, from_the_start, lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings})
+WIDE = (0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0)  # factors of what hardly pulls
+
+
+def _stage(algorithm: str, *, tuned: Mapping[str, tuple[float, ...]] = STEP_SIZE, **settings: Any) -> Stage:
+    chosen = lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings}
+    return Stage(MODEL, algorithm, from_the_start, chosen, tuned=tuned)
 
 
 def _tuning_stage(trains: str) -> Stage:
@@ -143,7 +148,7 @@ METHODS: dict[str, Method] = {
     "fedreco": Method(
         "FedReCo",
         "Own models, whose representations are drawn towards a common one.",
-        (_stage("fedreco", head_steps=LOCAL_STEPS),),
+        (_stage("fedreco", head_steps=LOCAL_STEPS, tuned=STEP_SIZE | {"coupling": WIDE, "server_lr": WIDE}),),
     ),
     "fedreco-pvr": Method(
         "FedReCo-PVR",
