@@ -61,7 +61,7 @@ def trials(scenario):
 
 def test_the_loss_is_the_logistic_loss_of_the_network(trials):
     setup = trials.first
-    problem, (u, v) = BinaryClasses(weight_decay=0.4).bind(setup.theta)
+    problem, (u, v) = BinaryClasses(model=setup.model, weight_decay=0.4).bind(setup.theta)
     inputs, labels = setup.data.inputs[:7], setup.data.label[:7]
     logits = setup.model(setup.theta, jnp.asarray(inputs))
     decay = 0.2 * sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(setup.theta))
@@ -123,7 +123,7 @@ def test_a_stage_of_tuning_goes_on_from_the_common_model(scenario, trials):
     """FedBABU's head is the start's until clients train it; with a step size near zero it stays there."""
     algorithms = scenario.algorithms("fedbabu", trials.first, {"tuning.lr": 1e-12})
     left = run_method(trials, "fedbabu", algorithms, 0, Budget(evaluations=1), progress=False).left
-    problem, (u, v) = BinaryClasses().bind(trials.first.theta)
+    problem, (u, v) = BinaryClasses(model=trials.first.model).bind(trials.first.theta)
     assert_allclose(left.v, np.broadcast_to(v, left.v.shape), atol=1e-9)
     assert_allclose(left.u, np.broadcast_to(left.u[0], left.u.shape), atol=1e-12)
     assert np.abs(left.u[0] - u).max() > 1e-3
@@ -184,7 +184,7 @@ def test_own_hospitals_in_one_command(call, path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "logistic"], "model='logistic' was given"),
+        (["--model", "tree"], "model='tree' was given"),
         (["--output", "best"], "clients keep models of their own"),
         (["--algorithm", "fedcr"], "no method for the task personal; did you mean"),
         (["--set", "fedreco.coupling=-1"], "coupling"),

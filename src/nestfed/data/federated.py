@@ -55,7 +55,7 @@ def federate(
     partition      see `assign`; None: by the table's client column if it has one, otherwise "iid"
     clients        their number; None: three, or as many as there are ratios or names
     test_fraction  cut from each group separately, so that all seeds have the same number of test rows per group
-    recipe         see `features`; "standard" takes means from the training rows, the others from all rows as published
+    recipe         see `features`; means and bins are taken from the training rows, as published ones from all rows
     keep_group     keep the group column as a feature
     balanced       the validation rows have equal numbers of each group; False: as many rows, drawn regardless of group
     validation_fraction  in place of both: this share of every client's rows of every group that are no test rows
@@ -90,8 +90,8 @@ def federate(
 
     columns = table.features(without=() if keep_group else group_columns)
     frame = table.frame.reindex(columns=columns)
-    training = part == TRAIN if recipe == "standard" else None
-    encoder = Encoder.fit(frame, recipe, rows=training)
+    published = recipe.startswith("minimax-fair")
+    encoder = Encoder.fit(frame, recipe, rows=None if published else part == TRAIN)
     return Federated(
         inputs=encoder.transform(frame),
         label=label,

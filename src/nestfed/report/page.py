@@ -27,7 +27,10 @@ from nestfed.report.style import GROUP_COLOURS, duration, numbers, spread, title
 POINTS = 400  # of a line, at most
 NUMBERS = 60_000  # of all lines, at most: a page stays below a megabyte
 MANY_CLIENTS = 30  # more are drawn as one picture instead of a bar each
-SHOWN_ELSEWHERE = {"title", "command", "methods", "baseline", "metrics", "notes", "versions", "format", "chart"}
+SHOWN_ELSEWHERE = {
+    "title", "command", "methods", "baseline", "metrics", "notes", "versions", "format", "chart", "gains", "references",
+    "tuned",
+}  # fmt: skip
 TITLES = {"name": "run", "seconds": "wall time", "started": "started"}
 
 
@@ -54,6 +57,7 @@ def render(record: Record) -> str:
         metrics=record.metrics,
         baseline=statistics.baseline_of(record),
         rows=_headline_rows(record, table),
+        gains=statistics.find_gains(record),
         undrawn=_undrawn(record),
         chart=_chart(record),
         candidates=_candidates(record),

@@ -10,6 +10,7 @@ candidates.parquet      the models among which a method chose, where one did
 lines.parquet      lines that the task draws of final models (precision against recall), where it has any
 cost.json          the ledger of every method and stage
 models/            the final model of every method and seed
+tuned.json         what was chosen before training, and from what
 checkpoints/       what a killed run resumes from
 report.html, figures/, tables/        made from the above by `nestfed report`
 """

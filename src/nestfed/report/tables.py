@@ -101,6 +101,10 @@ def headline(record: Record) -> tuple[pd.DataFrame, pd.DataFrame]:
         if baseline:
             column = f"{metric.title}: difference to {record.title(baseline)}"
             columns[column] = [difference(row.paired, metric.digits) for row in rows]
+    tuned = record.about.get("tuned", {})
+    if tuned:
+        chosen = lambda method: ", ".join(f"{key} {one['chosen']:g}" for key, one in tuned.get(method, {}).items())
+        columns["chosen settings"] = [chosen(method) or "–" for method in table.index]
     for column in ("failed", "above start"):
         if any(table[column]):
             columns[column] = [str(count) for count in table[column]]

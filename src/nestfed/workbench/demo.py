@@ -12,6 +12,7 @@ SETTINGS = {
     "objective": "paper",
     "weigh": "group+label",
     "gap": 1.0,
+    "tune": False,
     # Chosen on validation data; FedBiOAcc's step sizes come with a factor alpha_t of about 0.1 to 0.01.
     "set": {
         "fedavg.lr": 1.0,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from nestfed.core.settings import UserError
 from nestfed.uploads.privacy import CentralDP, Guarantee, LocalDP
@@ -116,6 +116,10 @@ class Request(CommonOptions):
             elif head == method:
                 mine[tail] = value
         return general | mine  # what is said of one method wins over what is said of all
+
+    def adopt(self, changes: Mapping[str, Any]) -> Self:
+        """With settings of the methods that tuning has chosen: nothing is left to tune."""
+        return dataclasses.replace(self, set={**(self.set or {}), **changes}, tune=False)
 
     def settings(self) -> dict[str, Any]:
         """As a TOML file says it."""

@@ -21,7 +21,7 @@ from jax import lax
 
 from nestfed.core.settings import setting, static, struct
 from nestfed.core.types import AnyArray, Array, PyTree
-from nestfed.models import Perceptron
+from nestfed.models import Perceptron, RowModel
 from nestfed.problems import Bilevel, Constrained, Minimax, SingleLevel
 from nestfed.workbench.scenarios.tabular import losses
 
@@ -47,7 +47,7 @@ def group_sums(values: Array, rows: PyTree, groups: int) -> Array:
     return (rows["weight"] * values) @ member
 
 
-def soft_gap(model: Perceptron, theta: PyTree, rows: PyTree, groups: int) -> Array:
+def soft_gap(model: RowModel, theta: PyTree, rows: PyTree, groups: int) -> Array:
     """max_a tau_a - min_a tau_a with tau_a = mean of sigma(kappa z) over the positives of group a.
 
     Groups without a positive in the batch are left out; with fewer than two groups there is no gap.
@@ -76,7 +76,7 @@ class WeightedRisk(SingleLevel):
     weights: Array
     by_label: bool = static(default=False)
     penalty: float = 1e-3
-    model: Perceptron = static(default=Perceptron())
+    model: RowModel = static(default=Perceptron())
 
     def loss(self, x, batch, key):
         rows = batch["train"]
@@ -91,7 +91,7 @@ class RegularisedRisk(SingleLevel):
     groups: int = static()
     coefficient: float = 0.1
     penalty: float = 1e-3
-    model: Perceptron = static(default=Perceptron())
+    model: RowModel = static(default=Perceptron())
 
     def loss(self, x, batch, key):
         rows = batch["train"]
@@ -111,7 +111,7 @@ class GroupWeights(Bilevel):
     groups: int = static()
     penalty: float = 1e-3
     gap: float = 0.0
-    model: Perceptron = static(default=Perceptron())
+    model: RowModel = static(default=Perceptron())
     form: str = setting("projected or softmax", default="projected", choices=("projected", "softmax"), static=True)
     by_label: bool = static(default=False)
 
@@ -188,7 +188,7 @@ class GroupMinimax(Minimax):
 
     groups: int = static()
     penalty: float = 1e-3
-    model: Perceptron = static(default=Perceptron())
+    model: RowModel = static(default=Perceptron())
 
     def value(self, x, alpha, batch, key):
         rows = batch["train"]
@@ -210,7 +210,7 @@ class DisparityLimit(Constrained):
 
     groups: int = static()
     penalty: float = 1e-3
-    model: Perceptron = static(default=Perceptron())
+    model: RowModel = static(default=Perceptron())
 
     def objective(self, x, batch, key):
         rows = batch["train"]
@@ -256,7 +256,7 @@ class LimitedGaps(Minimax):
     metric: str = static(default="eqopp")
     penalty: float = 1e-3
     highest: float = 5.0  # price
-    model: Perceptron = static(default=Perceptron())
+    model: RowModel = static(default=Perceptron())
 
     def start(self, theta: PyTree) -> tuple[PyTree, Array]:
         """All models at theta, all multipliers zero."""
