@@ -295,8 +295,9 @@ def test_a_run_with_a_limit_shows_the_candidates_and_saves_the_chosen_one(tmp_pa
     monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    printed = capsys.readouterr().out
-    assert ended.value.code == 0 and "What a limit on the gap costs" in printed and "group thresholds" in printed
+    printed, problem = capsys.readouterr()
+    assert ended.value.code == 0, problem
+    assert "What a limit on the gap costs" in printed and "group thresholds" in printed
     assert "the gap of positive decisions is at most 0.9 with 60 % confidence" in " ".join(printed.split())
     record = Record.load(folder)
     assert record.methods == ["fedavg", "limited"] and record.metrics[0].name == "test_parity"
