@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from nestfed.data import TEST, TRAIN, Federated, Table, load
 from nestfed.workbench.scenarios.auprc import Auprc
-from nestfed.workbench.stages import Budget, run_method, set_up
+from nestfed.workbench.stages import Budget, StageTrace, run_method, set_up
 from nestfed.workbench.task_options import MODELS, AuprcOptions
 
 TABLES: dict[str, dict[str, Any]] = {
@@ -79,28 +80,32 @@ def fit_pooled(name: str, table: str, seed: int) -> dict[str, float]:
     return measure(data, model.decision_function(inputs))
 
 
-def train(method: str, model: str, table: str, seed: int, evaluations: int = 1) -> tuple[dict[str, Any], Any]:
-    """Train by a method with the model's defaults: (its numbers, its stage)."""
+def train(
+    method: str, model: str, table: str, seeds: Sequence[int], evaluations: int = 1
+) -> Iterator[tuple[int, dict[str, Any], StageTrace]]:
+    """Train by a method with the model's defaults, seed after seed: its numbers, and all that its stage left."""
     scenario = scenario_of(table, model=model)
-    trials = set_up(scenario, [seed])
-    setup = trials.first
-    algorithms = scenario.algorithms(method, setup, {})
-    trace = run_method(trials, method, algorithms, seed, Budget(evaluations=evaluations), progress=False)
-    (stage,) = trace.stages
-    price = stage.cost.round
-    sent = {"exchanges": price.exchanges * stage.done, "MB": price.bytes_up * stage.done / 1e6}
-    return measure(setup.data, scenario.logits(setup, trace.left)) | sent, stage
+    trials = set_up(scenario, seeds)
+    for seed, setup in trials.setups.items():
+        algorithms = scenario.algorithms(method, setup, {})
+        trace = run_method(trials, method, algorithms, seed, Budget(evaluations=evaluations), progress=False)
+        (stage,) = trace.stages
+        price = stage.cost.round
+        sent = {"exchanges": price.exchanges * stage.done, "MB": price.bytes_up * stage.done / 1e6}
+        yield seed, measure(setup.data, scenario.logits(setup, trace.left)) | sent, stage
 
 
-def run(name: str, table: str, seed: int) -> dict[str, Any]:
-    """A row of the JSON file."""
+def run(name: str, table: str, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Rows of the JSON file."""
     began = time.monotonic()
     if name in POOLED:
-        numbers = fit_pooled(name, table, seed)
+        found = ((seed, fit_pooled(name, table, seed)) for seed in seeds)
     else:
         method, model = name.split(", ")
-        numbers, _ = train(method, model, table, seed)
-    return {"table": table, "model": name, "seed": seed, **numbers, "seconds": round(time.monotonic() - began, 1)}
+        found = ((seed, numbers) for seed, numbers, _ in train(method, model, table, seeds))
+    for seed, numbers in found:
+        yield {"table": table, "model": name, "seed": seed, **numbers, "seconds": round(time.monotonic() - began, 1)}
+        began = time.monotonic()
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -135,13 +140,14 @@ def main() -> None:
     file, page = given.out / "models.json", given.out / "models.md"
     given.out.mkdir(parents=True, exist_ok=True)
     rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    for seed in range(given.seeds):
-        for table in given.tables.split(","):
-            for name in (*POOLED, *ours):
-                if not any((row["table"], row["model"], row["seed"]) == (table, name, seed) for row in rows):
-                    rows.append(run(name, table, seed))
-                    file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-                    page.write_text(write_page(rows), encoding="utf-8")
+    for table in given.tables.split(","):
+        for name in (*POOLED, *ours):
+            done = {row["seed"] for row in rows if (row["table"], row["model"]) == (table, name)}
+            missing = [seed for seed in range(given.seeds) if seed not in done]
+            for row in run(name, table, missing) if missing else ():
+                rows.append(row)
+                file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                page.write_text(write_page(rows), encoding="utf-8")
     print(page.read_text(encoding="utf-8"))
 
 

@@ -262,7 +262,7 @@ class Perceptron(RowModel):
         return inputs
 
     def decide(self, head, representation):
-        return super().decide(head, representation) if self.hidden else representation + head
+        return super().decide(head, representation) if self.hidden else representation + head[None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +309,7 @@ class TabularNetwork(RowModel):
 
 def layer_norm(layer: PyTree, values: Array) -> Array:
     """Standardise every row, then scale and shift each of its numbers."""
-    return (_standardise(values, (-1,)) * layer["scale"] + layer["shift"]).astype(values.dtype)
+    return (_standardise(values, (-1,)) * layer["scale"][None] + layer["shift"][None]).astype(values.dtype)
 
 
 def _logits(head: PyTree, features: Array) -> Array:

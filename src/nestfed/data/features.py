@@ -3,9 +3,10 @@
 Recipes
   standard            numbers standardised, their missing values filled with the mean and marked by a column of their
                       own; categories one-hot (a two-valued one gives one column), missing being a category
-  piecewise           numbers cut into bins: a bin's column is 0 below it, 1 above it and linear within, the piecewise
-                      linear encoding of Gorishniy, Rubachev and Babenko, "On embeddings for numerical features in
-                      tabular deep learning", NeurIPS 2022, arXiv:2203.05556; the rest as in standard
+  piecewise           numbers cut into bins: a bin's column is 0 below it, 1 above it and linear within, less the
+                      column's mean: the piecewise linear encoding of Gorishniy, Rubachev and Babenko, "On embeddings
+                      for numerical features in tabular deep learning", NeurIPS 2022, arXiv:2203.05556; the rest as in
+                      standard
   minimax-fair        as "Minimax group fairness" (Diana et al. 2021) prepares its data: categories one-hot as above,
                       coded attributes (A11, A410) replaced by their last digit, and every column divided by the power
                       of ten that brings its largest absolute value into [1, 10)
@@ -152,7 +153,7 @@ class Spread:
     narrow at the mean and ever wider outwards, so that they suit values of any scale."""
 
     squares: float  # sum of squared distances
-    counts: np.ndarray  # of the values in every cell; of no cells where all values are known from the totals
+    counts: np.ndarray  # of the values in every cell; the recipes without bins have no cells
     sums: np.ndarray  # of the values in every cell
 
     @classmethod
@@ -162,7 +163,8 @@ class Spread:
         away = numbers - totals.mean
         if cells == 0:
             return cls(float((away**2).sum()), np.zeros(0), np.zeros(0))
-        place = np.arcsinh(FINEST * away / (totals.most - totals.least)) / np.arcsinh(FINEST)  # from -1 to 1
+        reach = (totals.most - totals.least) or 1.0
+        place = np.arcsinh(FINEST * away / reach) / np.arcsinh(FINEST)  # from -1 to 1
         cell = np.minimum((place + 1) / 2 * cells, cells - 1).astype(int)
         counts, sums = np.bincount(cell, minlength=cells), np.bincount(cell, numbers, cells)
         return cls(float((away**2).sum()), counts.astype(float), sums)
@@ -170,11 +172,16 @@ class Spread:
     def __add__(self, other: "Spread") -> "Spread":
         return Spread(self.squares + other.squares, self.counts + other.counts, self.sums + other.sums)
 
+    @property
+    def values(self) -> np.ndarray:
+        """The mean of every cell that is not empty, in rising order."""
+        filled = self.counts > 0
+        return self.sums[filled] / self.counts[filled]
+
     def edges(self, bins: int = BINS) -> tuple[float, ...]:
         """Of so many bins. Each has the same share of the square roots of the cells' counts: bins are narrow where rows
         are many, and rare values still have bins of their own. With too few cells the last bins are empty."""
-        filled = self.counts > 0
-        values, mass = self.sums[filled] / self.counts[filled], np.sqrt(self.counts[filled])
+        values, mass = self.values, np.sqrt(self.counts[self.counts > 0])
         steps, last = np.arange(bins + 1), max(values.size - 1, 0)
         inner = np.searchsorted(np.cumsum(mass), mass.sum() * steps[1:-1] / bins)
         chosen = np.maximum.accumulate(np.array([0, *inner, last]) - steps) + steps  # no edge twice
@@ -193,8 +200,9 @@ class Spreads:
         columns: dict[str, Spread] = {}
         for name, known in totals.columns.items():
             if isinstance(known, NumberTotals):
-                cells = CELLS if totals.recipe == "piecewise" and known.values is None else 0
-                columns[name] = Spread.of(frame[name], counted, known, cells=cells)
+                columns[name] = Spread.of(
+                    frame[name], counted, known, cells=CELLS if totals.recipe == "piecewise" else 0
+                )
         return cls(columns)
 
     def __add__(self, other: "Spreads") -> "Spreads":
@@ -264,17 +272,20 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """One column per bin, 0 for values below it, 1 for those above it and linear within."""
+    """One column per bin, 0 for values below it, 1 for those above it and linear within, less its mean."""
 
     name: str
     edges: tuple[float, ...]
+    means: tuple[float, ...]  # of the columns
     fill: float  # stands for missing values
     mark_missing: bool
 
     @classmethod
     def fit(cls, name: str, totals: NumberTotals, spread: Spread) -> Self:
         edges = spread.edges() if totals.values is None else tuple(sorted(totals.values))
-        return cls(name, edges, totals.mean, totals.marked)
+        share = spread.counts[spread.counts > 0] / max(totals.known, 1)
+        means = [float(share @ _fill_bin(spread.values, low, high)) for low, high in itertools.pairwise(edges)]
+        return cls(name, edges, tuple(means), totals.mean, totals.marked)
 
     @property
     def numeric(self) -> bool:
@@ -289,12 +300,13 @@ class Bins:
         numbers = read_numbers(values, coded=False)
         missing = np.isnan(numbers)
         numbers = np.where(missing, self.fill, numbers)
-        # An empty bin has no width; nothing is within it.
-        bins = [
-            np.clip((numbers - low) / (high - low), 0, 1) if low < high else np.zeros_like(numbers)
-            for low, high in itertools.pairwise(self.edges)
-        ]
-        return bins + [missing] * self.mark_missing
+        bounds = zip(itertools.pairwise(self.edges), self.means, strict=True)
+        return [_fill_bin(numbers, *edges) - mean for edges, mean in bounds] + [missing] * self.mark_missing
+
+
+def _fill_bin(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
+    """How far every number fills the bin; an empty one has no width, and nothing fills it."""
+    return np.clip((numbers - low) / (high - low), 0, 1) if low < high else np.zeros_like(numbers)
 
 
 @dataclasses.dataclass(frozen=True)
