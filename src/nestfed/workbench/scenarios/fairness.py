@@ -180,14 +180,20 @@ class FairnessSetup(TabularSetup):
 
 
 def weighted_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
-    """The model's own stage: group weights of 1, or those that the stage before found."""
-    weights, by_label = jnp.ones(setup.groups), False
+    """The model's own stage: group weights of 1, or those that the stage before found, with its weights of clients."""
+    weights, by_label, averaging = jnp.ones(setup.groups), False, None
     if before is not None:
         weights = before.problem.weights(before.problem.tree(0, before.server.x))
         by_label = before.problem.by_label
+        averaging = averaging_of(before.problem)
     penalty = scenario.options.penalty
     problem = WeightedRisk(weights=weights, by_label=by_label, penalty=penalty, model=setup.model)
-    return scenario.pose(setup, problem, setup.theta)
+    return scenario.pose(setup, problem, setup.theta, averaging=averaging)
+
+
+def averaging_of(problem: GroupWeights) -> str | None:
+    """The gap of all clients' rows needs every row to count the same; None: as the user says."""
+    return "samples" if isinstance(problem, GapWeights) else None
 
 
 def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
@@ -199,7 +205,6 @@ def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) ->
 
 
 def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
-    """The gap of all clients' rows needs every row to count the same: clients are then weighed by their rows."""
     chosen = scenario.options
     settings = {
         "groups": setup.groups,
@@ -210,12 +215,11 @@ def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> Ta
         "by_label": scenario.weighs_labels,
     }
     if scenario.follows_paper:
-        problem, averaging = GroupWeights(**settings), None
+        problem = GroupWeights(**settings)
     else:
-        problem, averaging = GapWeights(shares=setup.shares("eqopp", TRAIN, VALIDATION)[0], **settings), "samples"
-    return scenario.pose(
-        setup, problem, (problem.start(), setup.theta), task_class=GroupWeightsTask, averaging=averaging
-    )
+        problem = GapWeights(shares=setup.shares("eqopp", TRAIN, VALIDATION)[0], **settings)
+    start, averaging = (problem.start(), setup.theta), averaging_of(problem)
+    return scenario.pose(setup, problem, start, task_class=GroupWeightsTask, averaging=averaging)
 
 
 def limited_gaps(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
