@@ -115,9 +115,10 @@ def markdown(frame: pd.DataFrame) -> str:
 
 def write_page(rows: list[dict[str, Any]]) -> str:
     lines = ["# Models of tables, test rows, default settings", ""]
-    every: Any = pd.DataFrame(rows)
+    shown_columns = [*BARS, "AUROC", "MB", "seconds"]
+    every: Any = pd.DataFrame(rows, columns=["table", "model", "seed", *shown_columns])  # pooled ones send nothing
     for table, found in every.groupby("table", sort=False):
-        means = found.groupby("model", sort=False)[[*BARS, "AUROC", "MB", "seconds"]].mean()
+        means = found.groupby("model", sort=False)[shown_columns].mean()
         shown = means.round({**dict.fromkeys((*BARS, "AUROC"), 4), "MB": 1, "seconds": 0}).astype(object)
         if REFERENCE in means.index:
             for metric, margin in BARS.items():

@@ -91,6 +91,10 @@ class Scenario(abc.ABC, Generic[Setup]):
             own[method.stage_of(key)][method.plain(key)] = value
         return [make(stage.algorithm, **settings) for stage, settings in zip(method.stages, own, strict=True)]
 
+    def output_of(self, stage: Stage) -> str:
+        """Which iterate of a stage counts where the user does not say."""
+        return stage.output
+
     @property
     def headline(self) -> tuple[Metric, ...]:
         """The metrics that this run has."""

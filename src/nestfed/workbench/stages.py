@@ -107,7 +107,7 @@ class Budget:
     def options(self, rounds: int, scenario: Scenario[Any], trace: Trace) -> Options:
         """Of a run of the next stage; the user's choice of output is about the last one."""
         stages, number = scenario.method(trace.method).stages, len(trace.stages)
-        output = (self.output if number + 1 == len(stages) else None) or stages[number].output
+        output = (self.output if number + 1 == len(stages) else None) or scenario.output_of(stages[number])
         guarantee = self.privacy
         if guarantee is not None:
             exchanging = [not stage.alone for stage in stages]
