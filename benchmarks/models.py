@@ -125,7 +125,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
                 short = means.loc[REFERENCE, metric] - means[metric]
                 shown[f"{metric} within {margin:g}"] = ["yes" if value <= margin else "no" for value in short]
         shown.insert(0, "seeds", found.groupby("model", sort=False)["seed"].nunique())
-        lines += [f"## {table}", "", markdown(shown.where(means.notna(), "").reset_index()), ""]
+        lines += [f"## {table}", "", markdown(shown.where(shown.notna(), "").reset_index()), ""]
     return "\n".join(lines)
 
 

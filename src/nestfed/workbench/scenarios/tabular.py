@@ -27,7 +27,7 @@ from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN, VALIDATION, Encoder, Federated, Table, federate, load, overview, read_table, summary
-from nestfed.data.table import check_column
+from nestfed.data.table import check_column, listing, name_groups
 from nestfed.models import RowModel, describe_model, model_from, model_named
 from nestfed.problems.base import Problem
 from nestfed.problems.robust import MeanLoss
@@ -68,7 +68,7 @@ class TabularTask(Task):
     what a problem does not look at is not drawn."""
 
     groups: int = static(default=1)
-    objective: str = static(default="train_loss")  # the metric that training makes small
+    objective: str | None = static(default="train_loss")  # the metric that training makes small, if there is one
 
     @property
     def minimised(self):
@@ -210,6 +210,25 @@ class StageEnd(NamedTuple):
 # ------------------------------------------------------------------------------------------------- the trained model
 
 
+class GroupThresholds(NamedTuple):
+    """A threshold of the logit for every group, and the columns that say who belongs to which."""
+
+    columns: tuple[str, ...]
+    of_groups: dict[str, float]
+
+    def of_rows(self, frame: pd.DataFrame) -> np.ndarray:
+        for column in self.columns:
+            check_column(frame.columns, column, "group", "the rows")
+        codes, names = name_groups([frame[column] for column in self.columns])
+        unknown = [name for name in names if name not in self.of_groups]
+        if unknown:
+            raise UserError(
+                f"{'+'.join(self.columns)} is {unknown[0]!r} in a row, and this model has thresholds for "
+                f"{listing(self.of_groups)} only."
+            )
+        return np.array([self.of_groups[name] for name in names])[codes]
+
+
 @dataclasses.dataclass(frozen=True)
 class TabularModel:
     """A trained model with what it takes to use it on new rows."""
@@ -217,15 +236,24 @@ class TabularModel:
     model: RowModel
     theta: PyTree
     encoder: Encoder
+    thresholds: GroupThresholds | None = None  # only of a model that may ask for the group
 
     def probability(self, frame: pd.DataFrame) -> np.ndarray:
-        """The probability of the positive label for every row of a table with the columns of the training data."""
+        """The probability of the positive label for every row of a table with the columns of the training data.
+
+        With thresholds by group the logit is less by that of the row's group: above one half is a positive decision for
+        everybody.
+        """
         self.encoder.check(frame)
-        return np.asarray(jax.nn.sigmoid(self.model(self.theta, jnp.asarray(self.encoder.transform(frame)))))
+        logits = self.model(self.theta, jnp.asarray(self.encoder.transform(frame)))
+        return np.asarray(
+            jax.nn.sigmoid(logits if self.thresholds is None else logits - self.thresholds.of_rows(frame))
+        )
 
     def save(self, path: Path) -> None:
         """One file of plain arrays and text: nothing in it can run code."""
-        save_model(path, self.model, self.theta, self.encoder)
+        more = {} if self.thresholds is None else {"thresholds": self.thresholds._asdict()}
+        save_model(path, self.model, self.theta, self.encoder, **more)
 
     @classmethod
     def load(cls, path: str | Path) -> "TabularModel":
@@ -235,7 +263,8 @@ class TabularModel:
                 f"{path} holds models of {len(about['clients'])} clients; load it by nestfed.ClientModels.load "
                 "and take that of one client: .of(name)."
             )
-        return cls(model, theta, encoder)
+        said = about.get("thresholds")
+        return cls(model, theta, encoder, said and GroupThresholds(tuple(said["columns"]), said["of_groups"]))
 
 
 def save_model(path: Path, model: RowModel, theta: PyTree, encoder: Encoder, **more: Any) -> None:
@@ -296,6 +325,11 @@ class Tabular(Scenario[Setup]):
     needs_positives: ClassVar[bool]  # must every client have a positive training row?
     rates: ClassVar[tuple[str, ...]] = ("accuracy", "true positive rate", "false positive rate", "loss")  # of slices
 
+    @property
+    def validation_fraction(self) -> float | None:
+        """Share of the rows to validate on; None: a few, as many of every group."""
+        return None
+
     @functools.cached_property
     def table(self) -> Table:
         """The data, read once."""
@@ -351,6 +385,7 @@ class Tabular(Scenario[Setup]):
             recipe=chosen.recipe,
             keep_group=chosen.keep_group,
             seed=seed,
+            validation_fraction=self.validation_fraction,
             by_group=self.needs_group,
             positives=self.needs_positives,
         )
@@ -394,6 +429,9 @@ class Tabular(Scenario[Setup]):
 
     def rows_of(self, data: Federated) -> Rows:
         return table_rows(data)
+
+    def batch_work(self, setup: Setup) -> tuple[int, int]:
+        return setup.batch_size, sum(leaf.size for leaf in jax.tree.leaves(setup.theta))
 
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
         table = self.table
