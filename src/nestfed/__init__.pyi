@@ -57,5 +57,5 @@ from .verbs.sweeps import sweep as sweep
 from .workbench import Study as Study
 from .workbench import compare as compare
 from .workbench import run as run
-from .workbench.scenarios import ClientModels as ClientModels
-from .workbench.scenarios import TabularModel as TabularModel
+from .workbench.trained import ClientModels as ClientModels
+from .workbench.trained import TabularModel as TabularModel
