@@ -10,6 +10,9 @@ from . import data as data
 from . import models as models
 from . import problems as problems
 
+# Estimators of scikit-learn
+from . import sklearn as sklearn
+
 # What happens to uploads
 from . import uploads as uploads
 from . import workbench as workbench

@@ -89,7 +89,7 @@ def run(
 
     with _say_how_to_go_on(folder):
         if chosen is None:
-            chosen = _tune(request, trials, progress, say)
+            chosen = choose_settings(request, trials, progress, say)
             replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
         if chosen:
             request = request.adopt(changes_of(chosen))
@@ -187,7 +187,12 @@ def _claim(out: str | Path | None, usual: Path) -> Path:
     return folder
 
 
-def _tune(request: Request, trials: Trials[Any], progress: bool | None, say: Callable[[str], None]) -> Chosen:
+def choose_settings(
+    request: Request,
+    trials: Trials[Any],
+    progress: bool | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Chosen:
     """What is chosen before training; nothing where that was not wanted, or would take too long."""
     given = {name: request.changes(name) for name in request.methods}
     if request.tune is False:

@@ -250,6 +250,8 @@ class Tabular(Scenario[Setup]):
     def table(self) -> Table:
         """The data, read once."""
         chosen, path = self.options, self.options.path
+        if self.given is not None:
+            return self.given
         if path is None:
             return self._assign_roles(load(chosen.data))
         if chosen.label is None:
@@ -296,7 +298,7 @@ class Tabular(Scenario[Setup]):
             self.table,
             group=chosen.group,
             clients=chosen.client_number,
-            test_fraction=chosen.test_fraction,
+            test_fraction=chosen.test_fraction if self.given is None else 0.0,
             partition=chosen.partition or ("column" if by_column else chosen.usual_partition),
             recipe=chosen.recipe,
             keep_group=chosen.keep_group,
