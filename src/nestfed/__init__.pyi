@@ -60,5 +60,7 @@ from .verbs.sweeps import sweep as sweep
 from .workbench import Study as Study
 from .workbench import compare as compare
 from .workbench import run as run
+from .workbench.tracking import Evaluation as Evaluation
+from .workbench.tracking import Tracker as Tracker
 from .workbench.trained import ClientModels as ClientModels
 from .workbench.trained import TabularModel as TabularModel
