@@ -30,6 +30,7 @@ from nestfed.uploads import privacy
 from nestfed.uploads.privacy import Spending
 from nestfed.verbs import checkpoints, cost
 from nestfed.verbs.history import History, check_select, rise_of
+from nestfed.verbs.notebook import show_history
 from nestfed.verbs.progress import Progress
 
 
@@ -45,6 +46,11 @@ class Result:
     noted: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # by name: [rounds, (sum, number of notes)]
     remarks: tuple[str, ...] = ()  # what a reader of the numbers must know
     spending: Spending | None = None  # of privacy, where `uploads` has a guarantee
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        title = f"{type(self.algorithm).__name__} after {int(self.run.round):,} rounds, {self.task.clients} clients"
+        return show_history(title, self.history, self.remarks)
 
     @property
     def spent(self) -> tuple[tuple[Spending, int], ...]:
