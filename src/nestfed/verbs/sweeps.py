@@ -15,7 +15,7 @@ from nestfed.core.noise import noise_key
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree, Seed
-from nestfed.engine import rounds
+from nestfed.engine import processes, rounds
 from nestfed.engine.options import Changes, Options, as_key, make_options
 from nestfed.engine.planning import make_plan
 from nestfed.engine.rounds import CAPACITY, Plan, Run
@@ -75,6 +75,8 @@ def sweep(
     chosen = make_options(options, changes)
     if chosen.checkpoint is not None or chosen.resume:
         raise UserError("checkpoint or resume was given, but a sweep keeps no checkpoint; simulate keeps one.")
+    if processes.are_several():
+        raise UserError("a sweep runs in one process; start it without others, or simulate the settings one by one.")
     if not settings or not seeds:
         raise UserError("a sweep needs at least one setting and one seed.")
     tasks = [task] if isinstance(task, Task) else list(task)
