@@ -22,6 +22,7 @@ import tomli_w
 
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
+from nestfed.engine import processes
 from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
@@ -69,15 +70,16 @@ def run(
                    A seed decides the split, the dealing to clients, the start and the batches
     """
     request = Request.of({"task": task, **settings})
-    folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
-    _check_folder(folder, request, resume)
+    # With several processes, the first one knows the folder, and it alone writes.
+    processes.check_alike(lambda: {name: repr(v) for name, v in request.settings().items() if name != "data"})
+    folder = Path(processes.ask_first(lambda: str(_choose_folder(request, out, resume))))
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
     trials = set_up(request.scenario, request.seed_list)
     # A wrong setting of the last method shows before the first one trains, and before anything is written.
     algorithms = _make_algorithms(request, trials)
     if show is not None:
         show(_describe(trials))
-    _write_settings(folder, request)
+    processes.ask_first(lambda: _write_settings(folder, request))
 
     with _say_how_to_go_on(folder):
         trials = trials.add(
@@ -106,11 +108,12 @@ def run(
         models = {}
         for trace in trials.traces:
             if trace.status == FINISHED:
-                model = trials.scenario.make_model(trials.setups[trace.seed], trace.left)
-                model.save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
-                models[trace.method, trace.seed] = model
-        record.save(folder)
-        write_report(record, folder)
+                models[trace.method, trace.seed] = trials.scenario.make_model(trials.setups[trace.seed], trace.left)
+        if processes.is_first():
+            for (method, seed), model in models.items():
+                model.save(folder / "models" / f"{method}-seed{seed}.npz")
+            record.save(folder)
+            write_report(record, folder)
     return Study(folder, record, models)
 
 
@@ -171,8 +174,9 @@ def _claim(out: str | Path | None, usual: Path) -> Path:
     return folder
 
 
-def _check_folder(folder: Path, request: Request, resume: bool) -> None:
+def _choose_folder(request: Request, out: str | Path | None, resume: bool) -> Path:
     """What is there already is never overwritten by another run."""
+    folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
     if (folder / "settings.toml").exists():
         if not resume:
             raise UserError(f"{folder} holds a run already; give resume (--resume), or another folder (--out).")
@@ -184,6 +188,7 @@ def _check_folder(folder: Path, request: Request, resume: bool) -> None:
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not the folder of a run; give another one.")
+    return folder
 
 
 def _write_settings(folder: Path, request: Request) -> None:
