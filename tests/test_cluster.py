@@ -153,7 +153,8 @@ def test_commands_of_the_page_leave_the_files_of_one_process(tmp_path, how):
         job, of = job_of_a_free_port(), {"srun": under_srun, "mpirun": under_mpirun}[how]
         commands, environments = commands_of_page(how) * 2, [of(job, own) for own in range(2)]
     assert len(commands) == len(environments)
-    to = lambda folder: (*SMALL, "--quiet", "--out", str(tmp_path / folder))
+    tuned = "--tune" if how == "mpirun" else "--no-tune"
+    to = lambda folder: (*SMALL, tuned, "--quiet", "--out", str(tmp_path / folder))
     together = [nestfed(*words, *to("several"), **e) for words, e in zip(commands, environments, strict=True)]
     alone = nestfed("run", "robust", "--clients", "12", *to("alone"))
     told = [run.communicate(timeout=500) for run in (*together, alone)]

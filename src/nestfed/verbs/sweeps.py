@@ -15,7 +15,7 @@ from nestfed.core.noise import noise_key
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree, Seed
-from nestfed.engine import processes, rounds
+from nestfed.engine import rounds
 from nestfed.engine.options import Changes, Options, as_key, make_options
 from nestfed.engine.planning import make_plan
 from nestfed.engine.rounds import CAPACITY, Plan, Run
@@ -65,7 +65,7 @@ def sweep(
     A setting is an algorithm, or a pair (algorithm, problem) to vary the problem's numbers too. Settings that differ in
     floats only share a program; each whole-number setting (local_steps, terms) means another one. A setting that
     diverges is marked and keeps its last finite state; the others go on. Options are those of `nestfed.Options`, except
-    checkpoints: a sweep keeps none.
+    checkpoints: a sweep keeps none. It runs on one device; of several processes, each runs all of it for itself.
 
     `task` may also be one task per seed, alike but for their numbers: another split of the data, another start.
 
@@ -75,9 +75,10 @@ def sweep(
     chosen = make_options(options, changes)
     if chosen.checkpoint is not None or chosen.resume:
         raise UserError("checkpoint or resume was given, but a sweep keeps no checkpoint; simulate keeps one.")
-    if processes.are_several():
-        raise UserError("a sweep runs in one process; start it without others, or simulate the settings one by one.")
-    if not settings or not seeds:
+    for name, value in (("settings", settings), ("seeds", seeds)):
+        if isinstance(value, str) or not isinstance(value, (Sequence, np.ndarray)):
+            raise UserError(f"{name}={value!r} was given to a sweep; give a list of them.")
+    if not len(settings) or not len(seeds):
         raise UserError("a sweep needs at least one setting and one seed.")
     tasks = [task] if isinstance(task, Task) else list(task)
     batch = _TaskBatch.share(tasks[0]) if isinstance(task, Task) else _TaskBatch.join(tasks, len(seeds))

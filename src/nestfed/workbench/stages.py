@@ -96,7 +96,7 @@ class Budget:
     cohort: int | float | None = None
     sampling: str = "weights"
     dropout: float = 0.0
-    evaluations: int = 100  # about so many in every stage
+    evaluations: int | None = 100  # about so many in every stage; None: of its start and its end alone
     output: str | None = None  # which iterate of the last stage counts; None: what the method's paper returns
     privacy: Guarantee | None = None  # its budget is for all stages of a method; those that exchange get equal parts
     noise_seed: int | None = None  # None: nobody can repeat the noise
@@ -121,7 +121,7 @@ class Budget:
             cohort=self.cohort,
             sampling=self.sampling,
             dropout=self.dropout,
-            evaluate_every=max(1, rounds // self.evaluations),
+            evaluate_every=None if self.evaluations is None else max(1, rounds // self.evaluations),
             uploads=() if guarantee is None else guarantee,
             # Stages never share their noise, not even where it is repeatable.
             noise_seed=None if self.noise_seed is None else self.noise_seed * len(stages) + number,

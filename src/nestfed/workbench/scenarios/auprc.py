@@ -24,7 +24,7 @@ from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TEST, TRAIN, Federated
-from nestfed.models import Perceptron
+from nestfed.models import RowModel
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision, find_precisions
 from nestfed.report.metrics import Chart, Metric
 from nestfed.workbench.scenario import Method, Stage
@@ -58,7 +58,7 @@ GRID = np.linspace(0, 1, 101)  # recalls of a line; at 0 it begins as high as at
 class RowScores:
     """The model's output for every row. A plain value: problems with equal ones share their programs."""
 
-    model: Perceptron
+    model: RowModel
 
     def __call__(self, theta: PyTree, rows: PyTree, key: Array) -> Array:
         return self.model(theta, rows["inputs"])

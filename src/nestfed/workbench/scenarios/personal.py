@@ -1,8 +1,9 @@
 """Models of clients' own on a table: every hospital gets a classifier that fits its own patients, and learns from all.
 
-A network of one hidden layer is cut into its hidden layer, the extractor, and its last one, the head. Methods differ in
-what is shared: nothing, all of it, the extractor, or a pull towards a common one. A client's model is judged on that
-client's own rows. Here the means over clients, and how badly off the worst of them are, are what counts.
+A network is cut into its last layer, the head, and all that comes before, the extractor; logistic regression into its
+intercept, the head, and its slopes. Methods differ in what is shared: nothing, all of it, the extractor, or a pull
+towards a common one. A client's model is judged on that client's own rows. Here the means over clients, and how badly
+off the worst of them are, are what counts.
 """
 
 import dataclasses
@@ -16,11 +17,11 @@ import optax
 import pandas as pd
 
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, setting, struct, suggest
+from nestfed.core.settings import UserError, setting, static, struct, suggest
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TEST, TRAIN, Encoder, Federated
-from nestfed.models import Perceptron, dense, hidden_features
+from nestfed.models import RowModel
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
 from nestfed.verbs.personalise import PersonalTask, spread
@@ -43,20 +44,20 @@ from nestfed.workbench.task_options import PersonalOptions
 
 @struct
 class BinaryClasses(Personalised):
-    """The logistic loss of a perceptron whose last layer is the head. Outputs are (0, logit), the logits of two
-    classes: methods that think in classes can use it too."""
+    """The logistic loss of a model in two parts. Outputs are (0, logit), the logits of two classes: methods that think
+    in classes can use it too."""
 
+    model: RowModel = static()
     weight_decay: float = setting("mu: strength of (mu / 2) |theta|^2", default=0.0, at_least=0)
 
     def split(self, params):
-        *hidden, head = params
-        return hidden, head
+        return self.model.split(params)
 
     def features(self, u, inputs, key):
-        return hidden_features(u, inputs)
+        return self.model.represent(u, inputs)
 
     def head(self, v, z):
-        logits = dense(v, z)
+        logits = self.model.decide(v, z)
         return jnp.concatenate([jnp.zeros_like(logits), logits], axis=1)
 
     def loss(self, outputs, labels):
@@ -159,7 +160,7 @@ METHODS: dict[str, Method] = {
 class ClientModels:
     """The models of all clients, with what it takes to use them on new rows."""
 
-    model: Perceptron
+    model: RowModel
     thetas: PyTree  # every leaf [clients, ...]
     encoder: Encoder
     clients: tuple[str, ...]
@@ -210,7 +211,7 @@ class Personal(Tabular[TabularSetup]):
     def pose_from(self, setup: TabularSetup, theta: PyTree) -> PersonalTableTask:
         """The task whose clients all start from this model."""
         return PersonalTableTask.create(
-            BinaryClasses(weight_decay=self.options.penalty),
+            BinaryClasses(model=setup.model, weight_decay=self.options.penalty),
             setup.rows,
             theta,
             batch_size=setup.batch_size,
@@ -220,7 +221,7 @@ class Personal(Tabular[TabularSetup]):
     def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
         """The parameters of all clients' models, every leaf [clients, ...]."""
         problem = self.pose_from(setup, setup.theta).problem
-        return jax.vmap(lambda u, v: [*problem.tree(0, u), problem.tree(1, v)])(models.u, models.v)
+        return jax.vmap(lambda u, v: setup.model.join(problem.tree(0, u), problem.tree(1, v)))(models.u, models.v)
 
     def leave(self, task: Task, server: Any, clients: Any) -> Models:
         """A client's own parts where it has any, otherwise the server's."""
