@@ -24,6 +24,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from nestfed import workbench
 from nestfed.core.settings import UserError
 from nestfed.experiments import EXPERIMENTS
+from nestfed.workbench import cluster
 from nestfed.workbench.fields import Option, flatten, merge_file, options_of, parse_pair, parse_value, read_settings
 from nestfed.workbench.task_options import (
     DATA,
@@ -33,6 +34,7 @@ from nestfed.workbench.task_options import (
     TRACKERS,
     TRAINING,
     USUAL_TASK,
+    ClusterOptions,
     CommonOptions,
     TabularOptions,
     find_task,
@@ -223,7 +225,10 @@ GRID = TyperOption(
 )
 
 
-@add_verb(OUT, RESUME, TRACK, JSON, QUIET)
+PROCESSES = [make_flag(option, TASKS[USUAL_TASK]) for option in options_of(ClusterOptions).values()]
+
+
+@add_verb(OUT, RESUME, TRACK, JSON, QUIET, *PROCESSES)
 def run(
     settings: dict[str, Any],
     file: str | None,
@@ -232,6 +237,7 @@ def run(
     track: Sequence[str],
     json_: bool,
     quiet: bool,
+    **processes: Any,
 ) -> None:
     """Train one or several methods on a task, write a folder with everything, and a report.
 
@@ -245,6 +251,9 @@ def run(
 
     `nestfed run TASK --help` shows what a task may be asked for.
     """
+    code = cluster.lead(ClusterOptions(**processes))
+    if code is not None:
+        raise typer.Exit(code)
     out, named = _choose_out(settings, out), settings.pop("track", ())
     if resume and out is None:
         # The settings of a run lie in its folder: going on with them means going on there.
@@ -476,6 +485,11 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
+    """The command, or what it does as one of several processes."""
+    cluster.run_member(_main) if cluster.is_member() else _main()
+
+
+def _main() -> None:
     """Bad input is one line on standard error and an exit code, never a traceback."""
     try:
         app()

@@ -23,6 +23,7 @@ import tomli_w
 
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
+from nestfed.engine import processes
 from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
@@ -78,26 +79,30 @@ def run(
     settings       options of every run and of the task: algorithm=["fedavg", "fedbio"], seeds=3, data="my.csv", ...
                    A seed decides the split, the dealing to clients, the start and the batches
     """
-    request, trackers = Request.of({"task": task, **settings}), find_trackers(track)
-    folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
-    chosen = _read_chosen(folder) if resume else None  # what was chosen once is not chosen again
-    _check_folder(folder, request, resume, chosen or {})
+    request = Request.of({"task": task, **settings})
+    # With several processes, the first one knows the folder, and it alone writes.
+    trackers = find_trackers(track if processes.is_first() else None)
+    processes.check_alike(lambda: {name: repr(v) for name, v in request.settings().items() if name != "data"})
+    where, chosen = processes.ask_first(lambda: _find_folder(request, out, resume))
+    folder = Path(where)
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
     trials = set_up(request.scenario, request.seed_list)
     # A wrong setting of the last method shows before the first one trains, and before anything is written.
     _make_algorithms(request, trials)
     if show is not None:
         show(_describe(trials))
-    _write_settings(folder, request)
+    processes.ask_first(lambda: _write_settings(folder, request))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_say_how_to_go_on(folder))
         if chosen is None:
-            chosen = choose_settings(request, trials, progress, say)
-            replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
+            tuned = choose_settings(request, trials, progress, say)  # by every process for itself
+            chosen = processes.ask_first(lambda: tuned)
+            if processes.is_first():
+                replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
         if chosen:
             request = request.adopt(changes_of(chosen))
-            _write_settings(folder, request)
+            processes.ask_first(lambda: _write_settings(folder, request))
         stack.enter_context(follow(trackers, folder.name, folder, request.settings()))
         algorithms = _make_algorithms(request, trials)
         trials = trials.add(
@@ -128,13 +133,14 @@ def run(
         models = {}
         for trace in trials.traces:
             if trace.status == FINISHED:
-                model = trials.scenario.make_model(trials.setups[trace.seed], trace.left)
-                model.save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
-                models[trace.method, trace.seed] = model
-        record.save(folder)
-        write_report(record, folder)
+                models[trace.method, trace.seed] = trials.scenario.make_model(trials.setups[trace.seed], trace.left)
         study = Study(folder, record, models)
-        trackers.finish(study)
+        if processes.is_first():
+            for (method, seed), model in models.items():
+                model.save(folder / "models" / f"{method}-seed{seed}.npz")
+            record.save(folder)
+            write_report(record, folder)
+            trackers.finish(study)
     return study
 
 
@@ -193,6 +199,14 @@ def _claim(out: str | Path | None, usual: Path) -> Path:
         raise UserError(f"{folder} exists; give another folder (--out).")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _find_folder(request: Request, out: str | Path | None, resume: bool) -> tuple[str, Chosen | None]:
+    """(the folder of a run, what was chosen there: it is not chosen again)."""
+    folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
+    chosen = _read_chosen(folder) if resume else None
+    _check_folder(folder, request, resume, chosen or {})
+    return str(folder), chosen
 
 
 def choose_settings(
