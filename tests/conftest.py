@@ -38,6 +38,15 @@ def bounded_memory():
         jax.clear_caches()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def untuned():
+    """Runs choose no settings unless they are asked to: tuning compiles programs of its own, and most tests are about
+    other things."""
+    from nestfed.workbench import tuning  # heavy
+
+    tuning.MOST_SECONDS = 0.0
+
+
 @pytest.fixture
 def undrawn(monkeypatch):
     """Figures are made but not drawn, which takes seconds per report: for tests of other things."""

@@ -314,6 +314,51 @@ def test_an_estimate_inside_the_domain_is_never_counted():
     assert (result.history["projected_share"][1:] == 0).all()
 
 
+# ------------------------------------------------------------------------------------------------- long gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [(name, (0.5, 0.5)) for name in ("feddro", "ds-feddro", "mbsgd", "fedavg-co-2")] + [("fedavg-co-1", (-2.0, 3.0))],
+)
+def test_a_long_gradient_is_shortened_where_that_is_asked_for(name, inner):
+    """Of the counterexample's two clients, the first has the longer gradient."""
+    gradients = np.array([4.0, -2.0]) * slope(np.array(inner))
+    for clip in (None, 0.5, 100.0):
+        result = simulate(make(name, lr=0.04, clip=clip), counterexample(), rounds=1)
+        limit = clip or np.inf
+        expected = 0.5 - 0.04 * np.clip(gradients, -limit, limit).mean()
+        assert_allclose(result.server.x[0], expected, rtol=1e-12)
+        if clip is None:
+            assert "clipped_share" not in result.history
+        else:
+            assert result.history["clipped_share"][-1] == pytest.approx(np.mean(np.abs(gradients) > clip))
+
+
+def logistic_losses(x, batch, key):
+    inputs, label = batch
+    return jnp.logaddexp(0, inputs @ x) - label * (inputs @ x)
+
+
+def far_out():
+    """Rows of which a few lie very far out; three clients."""
+    random = np.random.default_rng(0)
+    inputs = random.standard_t(2, size=(3, 300, FEATURES))
+    odds = np.exp(3 * np.clip(inputs, -3, 3).sum(2))
+    label = (random.random((3, 300)) < odds / (1 + odds)).astype(float)
+    rows = Rows.from_clients(list(zip(inputs, label, strict=True)))
+    return Task.create(KL(losses=logistic_losses), rows, jnp.zeros(FEATURES), batch_size=16)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("feddro", {}), ("ds-feddro", {"inner_eval": "broadcast"})])
+def test_rows_far_out_spoil_no_model_where_gradients_are_shortened(name, settings):
+    algorithms = [make(name, lr=0.1, beta=0.1, local_steps=2, clip=clip, **settings) for clip in (np.inf, 3.0)]
+    as_printed, shortened = sweep(algorithms, far_out(), rounds=100, evaluate_every=100).history["objective"][:, 0]
+    assert as_printed[0] == pytest.approx(np.log(2))
+    assert as_printed[-1] > 10  # a row weighs e^loss
+    assert shortened[-1] < 1
+
+
 # ------------------------------------------------------------------------------------------------- the largest weight
 
 

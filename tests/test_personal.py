@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from nestfed import Rows, Sample, Task, UserError, advance, make, simulate, start, struct
+from nestfed.algorithms.clipping import clip_together
 from nestfed.algorithms.fedcr import class_from_encoder, divergence, encoder_from_class
-from nestfed.algorithms.personal_method import clip_together
 from nestfed.problems import GaussianEncoder, Personalised
 from nestfed.verbs.personalise import PersonalTask, adapt, fine_tune, model_of, predict, spread
 

@@ -372,6 +372,20 @@ def test_an_objective_that_ends_above_its_start_is_no_result(call, tmp_path):
     assert "above their start" in (tmp_path / "astray" / "report.html").read_text()
 
 
+def test_gradients_are_bounded_by_the_clients_mean_lengths(scenario):
+    setup = scenario.set_up(0)
+    inputs, _ = training_rows(setup)
+    client = setup.data.client[setup.data.part == TRAIN]
+    lengths = np.linalg.norm(inputs, axis=1)  # of the logit's gradient, (inputs, 1)
+    by_client = np.array([lengths[client == k].mean() for k in range(3)])
+    np.testing.assert_allclose(setup.gradient_lengths, by_client, rtol=1e-5)
+    for averaging, weights in (("samples", np.bincount(client) / client.size), ("uniform", np.full(3, 1 / 3))):
+        (algorithm,) = scenario.change(averaging=averaging).algorithms("ds-feddro", setup, {})
+        assert algorithm.clip == pytest.approx(weights @ by_client, rel=5e-3)  # three digits of it
+    (paper,) = scenario.algorithms("ds-feddro", setup, {"clip": float("inf")})
+    assert paper.clip == float("inf")
+
+
 def test_what_rises_and_what_does_not():
     rises = lambda *values, **options: rise_of({"loss": np.array(values)}, "loss", **options) is not None
     assert rises(1.0, 0.5, 9.0) and rises(-1.0, -2.0, -0.5) and not rises(1.0, 9.0, 0.5)

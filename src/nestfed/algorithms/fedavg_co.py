@@ -23,13 +23,14 @@ Departures
 
 from typing import NamedTuple
 
-from nestfed.core.algorithm import Algorithm, Shared
+from nestfed.algorithms.clipping import MayClip
+from nestfed.core.algorithm import Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, struct
 
 
 @struct
-class FedAvgCO1(Algorithm):
+class FedAvgCO1(MayClip):
     """Lets every client compose with its own inner function; a negative control, which must fail."""
 
     lr: float = setting("eta: step size", above=0)
@@ -48,7 +49,8 @@ class FedAvgCO1(Algorithm):
         return self.descend(problem, s, pull, y, draw(0), fed)
 
     def descend(self, problem, s, pull, y, batch, fed):
-        x = problem.feasible_x(s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, batch))
+        gradient = self.shorten(problem.composed_gradient(s.x, pull, y, batch), fed)
+        x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
         return self.State(problem.feasible_x(fed.mean(x, around=fed.server.x)) if fed.sync else x)
 
 

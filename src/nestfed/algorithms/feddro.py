@@ -29,19 +29,23 @@ Departures
     analysis and leaves a bias of beta (local_steps - 1) / 2 mean_k J_k^T f''(g) (g_k - g); "broadcast" uses the y that
     the server sent, and leaves none.
   * Any optax optimiser can take the server's step of x (`optimizer=`); server_lr is then not used.
+  * `clip` shortens a client's long gradients before its step; the papers do not, and by default nobody does. The
+    composed loss of rows that weigh up to e^loss is no smooth function: its curvature grows with its gradient, and one
+    row of large inputs makes a step overshoot by so much that all other rows pay (docs/robust.md has the numbers).
   * y starts as the mean over `first_batches` batches. Estimates outside the domain of f are projected, which is noted.
 """
 
 from typing import NamedTuple
 
+from nestfed.algorithms.clipping import MayClip
 from nestfed.algorithms.server_step import OPTIMIZER, Optimizer, descend, start_memory
-from nestfed.core.algorithm import Algorithm, Server, Shared
+from nestfed.core.algorithm import Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, struct
 
 
 @struct
-class FedDRO(Algorithm):
+class FedDRO(MayClip):
     """Keeps one estimate of the inner function for all clients, which is exchanged in every step."""
 
     lr: float = setting("eta: step size of x", above=0)
@@ -72,7 +76,7 @@ class FedDRO(Algorithm):
     def step(self, problem, s, draw, fed):
         batch = draw(0) if self.share_batch else draw(1)
         value, pull = problem.inner_vjp(s.x, draw(0))
-        gradient = problem.composed_gradient(s.x, pull, s.y, draw(0))
+        gradient = self.shorten(problem.composed_gradient(s.x, pull, s.y, draw(0)), fed)
         before = value if self.share_batch else problem.inner_value(s.x, batch)
         rest = (1 - at(self.beta, fed.t)) * (s.y - before)
 
@@ -91,7 +95,7 @@ class FedDRO(Algorithm):
 
 
 @struct
-class DSFedDRO(Algorithm):
+class DSFedDRO(MayClip):
     """Lets estimates of the inner function drift within a round; step sizes on both sides correct them."""
 
     lr: float = setting("eta: local step size of x", above=0)
@@ -120,7 +124,7 @@ class DSFedDRO(Algorithm):
     def step(self, problem, s, draw, fed):
         y = s.y if self.inner_eval == "local" else fed.server.y
         _, pull = problem.inner_vjp(s.x, draw(0))
-        gradient = problem.composed_gradient(s.x, pull, y, draw(0))
+        gradient = self.shorten(problem.composed_gradient(s.x, pull, y, draw(0)), fed)
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
         beta = at(self.beta, fed.t)
         y, outside = problem.into_domain((1 - beta) * s.y + beta * problem.inner_value(x, draw(1)), draw(1))

@@ -34,7 +34,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from nestfed.algorithms.personal_method import HeadThenBody, clip_together
+from nestfed.algorithms.clipping import clip_together
+from nestfed.algorithms.personal_method import HeadThenBody
 from nestfed.algorithms.server_step import OPTIMIZER, Optimizer, descend, start_memory
 from nestfed.core.algorithm import Local, Sample, Scratch, Server, Shared
 from nestfed.core.schedules import at

@@ -24,13 +24,14 @@ Departures
 
 from typing import NamedTuple
 
+from nestfed.algorithms.clipping import MayClip
 from nestfed.core.algorithm import Algorithm, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
 
 
 @struct
-class MBSGD(Algorithm):
+class MBSGD(MayClip):
     """Averages the clients' inner values and gradients in every step."""
 
     lr: float = setting("eta: step size", above=0)
@@ -59,7 +60,8 @@ class MBSGD(Algorithm):
         y, pull = problem.inner_vjp(s.x, draw(0))
         if self.plugin == "global":
             y = fed.mean(y)
-        x = s.x - at(self.lr, fed.t) * problem.composed_gradient(s.x, pull, y, draw(0))
+        gradient = self.shorten(problem.composed_gradient(s.x, pull, y, draw(0)), fed)
+        x = s.x - at(self.lr, fed.t) * gradient
         return self.State(problem.feasible_x(fed.mean(x, around=s.x)))
 
 

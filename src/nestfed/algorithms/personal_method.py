@@ -7,17 +7,10 @@ parts) that it moves; how often that happened is noted.
 import jax
 import jax.numpy as jnp
 
+from nestfed.algorithms.clipping import clip_together
 from nestfed.core.algorithm import Algorithm, Phase
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
-
-
-def clip_together(parts, limit):
-    """(the vectors, shortened together where their common norm is above `limit`; 1.0 if it was)."""
-    norm = jnp.sqrt(sum(jnp.vdot(a, a) for a in parts))
-    over = norm > limit
-    factor = jnp.where(over, limit / jnp.where(over, norm, 1), 1)
-    return tuple(a * factor.astype(a.dtype) for a in parts), over.astype(float)
 
 
 def count_classes(problem, u, v, sample) -> int:

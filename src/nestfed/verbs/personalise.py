@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nestfed.algorithms.personal_method import clip_together
+from nestfed.algorithms.clipping import clip_together
 from nestfed.core.algorithm import Algorithm, Sample
 from nestfed.core.randomness import fold_pair
 from nestfed.core.rows import ClientRows, Rows
