@@ -1,5 +1,7 @@
 """Personalised methods against closed forms, clients' own models, and clients that come after training."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +190,22 @@ def test_fedpac_weighs_variance_against_difference():
     # Below the smallest eigenvalue the own statistics cost nothing, so that only the other's count.
     assert_allclose(weights([0.009, 1.0, 0.0])[0], 1.0, atol=1e-5)
     assert_allclose(weights([np.nan, 1.0, 0.0]), (1.0, 0.0, 0.0))  # no answer: the own head
+
+
+def test_fedpac_counts_the_rows_that_are_constants():
+    """A client's variance is divided by the number of its rows, wherever they lie."""
+    rows = sorted_rows(PlainSorting(), (5, 5, 5))
+    inputs, labels = (np.asarray(column).reshape(3, 5, *column.shape[1:]) for column in rows.data.columns)
+    body, head = (rows.problem.tree(i, part) for i, part in enumerate(rows.params))
+    constants = Task.create(PlainSorting(), Rows.from_clients(constants=(inputs, labels)), {"body": body, "head": head})
+    algorithm = make("fedpac", lr=0.1)
+    found = []
+    for task in (rows, constants):
+        run = start(algorithm, task)
+        state = algorithm.begin(run.server, jax.tree.map(lambda a: a[0], run.clients))
+        found.append(algorithm.statistics(task.problem, state, SimpleNamespace(rows=task.data.client(0), key=KEY)))
+    assert found[0].rows == found[1].rows == 5
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-12), *found)
 
 
 def test_fedpac_has_the_prototypes_of_all_rows_and_pulls_towards_them():

@@ -4,6 +4,7 @@ T6 and T7 are entries of the specification. Exponents such as 10000 stand for lo
 """
 
 import os
+import re
 import subprocess
 import sys
 
@@ -233,6 +234,36 @@ def test_losses_of_1000_at_a_price_of_a_tenth_stay_finite_in_float32(name, optio
     assert_allclose(result.history["objective"][-1], exact_objective(rows, result.server.x, 0.1), rtol=1e-6)
     assert np.isfinite(result.server.y.log()).all()
     assert float(np.abs(result.server.x).max()) > 0.1
+
+
+AT_THE_SOLUTION = """
+import jax.numpy as jnp
+import numpy as np
+from nestfed import Rows, Task, make, simulate
+from nestfed.problems.robust import KL
+
+def losses(x, batch, key):
+    inputs, targets = batch
+    return 0.5 * (inputs @ x - targets) ** 2
+
+for seed in (1, 15):
+    random = np.random.default_rng(seed)
+    inputs = random.normal(size=(4, 8, 3)).astype(np.float32)
+    targets = (inputs @ np.ones(3) + random.normal(size=(4, 8))).astype(np.float32)
+    data = Rows.from_clients(constants=(inputs, targets))
+    task = Task.create(KL(losses=losses, largest_weight=32.0), data, jnp.full(3, 0.8))
+    algorithm = make("ds-feddro", lr=0.02, beta=0.9, local_steps=4, inner_eval="broadcast")
+    print(simulate(algorithm, task, rounds=150, evaluate_every=None).server.y.value)
+"""
+
+
+def test_estimates_at_the_solution_stay_numbers():
+    """There the change of an estimate is zero or a rounding error, and a compiler that optimises takes it for both: it
+    needs a process of its own, without the flags of the tests."""
+    environment = os.environ | {"XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", AT_THE_SOLUTION], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert np.isfinite([float(number) for number in re.findall(r"\[(.*)\]", done.stdout)]).all()
 
 
 @pytest.mark.parametrize("name", ["feddro", "ds-feddro"])
