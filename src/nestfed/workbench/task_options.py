@@ -21,6 +21,7 @@ NEIGHBOURS = "replace"  # of a guarantee
 LARGE_TABLE = 5000  # rows; a table of more of them has larger batches
 BATCH_SIZES = (32, 128)  # of a small table and of a large one
 UNEVEN = "dirichlet:0.5"  # clients that differ
+TRACKERS = ("mlflow", "tensorboard", "wandb")  # that a run can tell of itself
 MODELS = ("logistic", "network", "tabular")
 FEATURES = {"tabular": "piecewise"}  # the usual recipe of a model, where it is not the standard one
 PATH_MARKS = "./\\*?["  # no data set by name has one of these
