@@ -296,7 +296,10 @@ METHODS: dict[str, Method] = {
     "fedminmax": Method(
         "FedMinMax",
         "Minimise the loss of the worst group; an exchange every step.",
-        (Stage("model", "fedminmax", group_minimax, lambda *_: {"lr": 0.1, "weight_lr": 0.1}, "average"),),
+        (
+            # All rows in a step: too slow to try many.
+            Stage("model", "fedminmax", group_minimax, lambda *_: {"lr": 0.1, "weight_lr": 0.1}, "average", tuned={}),
+        ),
     ),
     "fcfl": Method(
         "FCFL",
