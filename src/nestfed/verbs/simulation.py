@@ -30,6 +30,7 @@ from nestfed.uploads import privacy
 from nestfed.uploads.privacy import Spending
 from nestfed.verbs import checkpoints, cost
 from nestfed.verbs.history import History, check_select, rise_of
+from nestfed.verbs.notebook import show_history
 from nestfed.verbs.progress import Progress
 
 
@@ -45,6 +46,11 @@ class Result:
     noted: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # by name: [rounds, (sum, number of notes)]
     remarks: tuple[str, ...] = ()  # what a reader of the numbers must know
     spending: Spending | None = None  # of privacy, where `uploads` has a guarantee
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        title = f"{type(self.algorithm).__name__} after {int(self.run.round):,} rounds, {self.task.clients} clients"
+        return show_history(title, self.history, self.remarks)
 
     @property
     def spent(self) -> tuple[tuple[Spending, int], ...]:
@@ -172,6 +178,7 @@ class _Work:
         self.end = self.rounds if spending is None else spending.rounds_within(self.rounds)
         self.identity: dict[str, str] = {}
         self.history = History()
+        self.told = 0  # evaluations, to `watch`
 
     @property
     def done(self) -> int:
@@ -203,6 +210,17 @@ class _Work:
             self.check_divergence()
             self.evaluate_now()
         check_select(plan.select, self.history.latest())
+        self.tell()
+
+    def tell(self) -> None:
+        """Of the evaluations since the last time, to whoever watches."""
+        if self.options.watch is None:
+            return
+        columns = self.history.evaluations()
+        for i in range(self.told, len(columns["round"])):
+            metrics = {name: values[i] for name, values in columns.items() if name != "round"}
+            self.options.watch(int(columns["round"][i]), metrics)
+        self.told = len(columns["round"])
 
     def evaluate_now(self) -> None:
         self.history.add(self.done, rounds.evaluate(self.inputs, self.run, self.plan) | self.measure_epsilon(self.done))
@@ -222,6 +240,7 @@ class _Work:
             speed = length / max(time.monotonic() - began, 1e-9)
             piece = max(1, min(4 * piece, int(speed * 0.5)))
             self.history.extend(rows, first, self.done - first, self.plan.evaluate_every, self.measure_epsilon)
+            self.tell()
             self.check_divergence()
             bar.update(self.done, speed, self.history.latest() | self.measure_epsilon(self.done))
             due = self.done % every == 0 if every else time.monotonic() - saved_at > 30
@@ -235,6 +254,7 @@ class _Work:
                 saved_at = time.monotonic()
         if not self.history.has(self.done):
             self.evaluate_now()
+            self.tell()
         self.save()
 
     def check_divergence(self) -> None:

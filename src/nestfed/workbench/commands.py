@@ -46,6 +46,7 @@ from nestfed.workbench.stages import (
 )
 from nestfed.workbench.study import Search, Stopped, Study
 from nestfed.workbench.task_options import DATA, TASKS, USUAL_TASK
+from nestfed.workbench.tracking import Tracker, find_trackers, follow
 from nestfed.workbench.tuning import Chosen, changes_of, estimate_seconds, tune
 
 RUNS = Path("runs")
@@ -64,6 +65,7 @@ def run(
     progress: bool | None = None,
     show: Callable[[Tables], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    track: str | Tracker | Sequence[str | Tracker] | None = None,
     **settings: Any,
 ) -> Study:
     """Train one or several methods on a named task and write everything to a folder.
@@ -72,10 +74,11 @@ def run(
     progress       show a progress bar; None: if standard error is a terminal
     show           gets tables of the data before training begins: (title, table)
     say            gets lines about what tuning does
+    track          who is told of settings, curves and results: "mlflow", "tensorboard", "wandb", or trackers of yours
     settings       options of every run and of the task: algorithm=["fedavg", "fedbio"], seeds=3, data="my.csv", ...
                    A seed decides the split, the dealing to clients, the start and the batches
     """
-    request = Request.of({"task": task, **settings})
+    request, trackers = Request.of({"task": task, **settings}), find_trackers(track)
     folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
     chosen = _read_chosen(folder) if resume else None  # what was chosen once is not chosen again
     _check_folder(folder, request, resume, chosen or {})
@@ -87,13 +90,15 @@ def run(
         show(_describe(trials))
     _write_settings(folder, request)
 
-    with _say_how_to_go_on(folder):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_say_how_to_go_on(folder))
         if chosen is None:
-            chosen = _tune(request, trials, progress, say)
+            chosen = choose_settings(request, trials, progress, say)
             replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
         if chosen:
             request = request.adopt(changes_of(chosen))
             _write_settings(folder, request)
+        stack.enter_context(follow(trackers, folder.name, folder, request.settings()))
         algorithms = _make_algorithms(request, trials)
         trials = trials.add(
             run_method(
@@ -105,6 +110,7 @@ def run(
                 checkpoints=folder / "checkpoints",
                 resume=resume,
                 progress=progress,
+                listen=trackers.evaluate if trackers.members else None,
             )
             for name in request.methods
             for seed in request.seed_list
@@ -127,7 +133,9 @@ def run(
                 models[trace.method, trace.seed] = model
         record.save(folder)
         write_report(record, folder)
-    return Study(folder, record, models)
+        study = Study(folder, record, models)
+        trackers.finish(study)
+    return study
 
 
 @contextlib.contextmanager
@@ -187,7 +195,12 @@ def _claim(out: str | Path | None, usual: Path) -> Path:
     return folder
 
 
-def _tune(request: Request, trials: Trials[Any], progress: bool | None, say: Callable[[str], None]) -> Chosen:
+def choose_settings(
+    request: Request,
+    trials: Trials[Any],
+    progress: bool | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Chosen:
     """What is chosen before training; nothing where that was not wanted, or would take too long."""
     given = {name: request.changes(name) for name in request.methods}
     if request.tune is False:

@@ -16,12 +16,13 @@ from nestfed.algorithms import make
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError, suggest
 from nestfed.core.task import Task
+from nestfed.data import Table
 from nestfed.report.metrics import Chart, Metric
 from nestfed.workbench.task_options import TabularOptions
 
 Setup = TypeVar("Setup")  # one seed's data, as a scenario makes it
 
-STEP_FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+STEP_SIZE = {"lr": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Stage:
     output: str = "last"
     alone: bool = False  # clients exchange nothing: it needs no part of a privacy budget
     # Settings that a run may choose for itself, one after the other: factors of what is recommended.
-    tuned: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=lambda: {"lr": STEP_FACTORS})
+    tuned: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=lambda: STEP_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Scenario(abc.ABC, Generic[Setup]):
     """A named task: its options, its methods and its metrics."""
 
     options: TabularOptions
+    given: Table | None = None  # rows in memory, none of them kept to test; None: the data that the options name
 
     title: ClassVar[str]
     baseline: ClassVar[str]  # the method that others are compared with
@@ -85,6 +87,10 @@ class Scenario(abc.ABC, Generic[Setup]):
         """The same scenario with other options."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
 
+    def on_table(self, table: Table) -> Self:
+        """The same scenario on rows in memory."""
+        return dataclasses.replace(self, given=table)
+
     def method(self, name: str) -> Method:
         if name not in self.methods:
             hint = f"{suggest(name, self.methods)} Known are {', '.join(self.methods)}."
@@ -98,6 +104,10 @@ class Scenario(abc.ABC, Generic[Setup]):
         for key, value in changes.items():
             own[method.stage_of(key)][method.plain(key)] = value
         return [make(stage.algorithm, **settings) for stage, settings in zip(method.stages, own, strict=True)]
+
+    def output_of(self, stage: Stage) -> str:
+        """Which iterate of a stage counts where the user does not say."""
+        return stage.output
 
     def choose_methods(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
         """The methods of a run, from those that it names."""

@@ -21,6 +21,7 @@ NEIGHBOURS = "replace"  # of a guarantee
 LARGE_TABLE = 5000  # rows; a table of more of them has larger batches
 BATCH_SIZES = (32, 128)  # of a small table and of a large one
 UNEVEN = "dirichlet:0.5"  # clients that differ
+TRACKERS = ("mlflow", "tensorboard", "wandb")  # that a run can tell of itself
 MODELS = ("logistic", "network", "tabular")
 FEATURES = {"tabular": "piecewise"}  # the usual recipe of a model, where it is not the standard one
 PATH_MARKS = "./\\*?["  # no data set by name has one of these
@@ -297,9 +298,16 @@ class AuprcOptions(TabularOptions):
     # Every positive counts the same, whoever holds it.
     averaging: str = option("weights of the clients", panel=TRAINING, default="samples", choices=("uniform", "samples"))
     margin: float = option(
-        "how far positives should lie above negatives, in probability", panel=TASK, default=0.5, above=0
+        "how far positives should lie above negatives, in probability", panel=TASK, default=0.3, above=0
     )
     batch_positives: int | None = option("positives per batch", panel=TASK, usual="half of its rows", at_least=1)
+    warm_start: bool = option(
+        "methods for average precision begin with FedAvg's model",
+        panel=TASK,
+        default=True,
+        more="Their own stage is then called rank: rank.lr=1. The iterate that is best on validation rows counts, the "
+        "first one included.",
+    )
     recall: float = option("at which recall precision is reported", panel=TASK, default=0.8, above=0, at_most=1)
 
 
