@@ -16,6 +16,7 @@ from nestfed import cli
 from nestfed.core.rows import Rows
 from nestfed.core.task import Task
 from nestfed.data import VALIDATION
+from nestfed.data.partition import TEST
 from nestfed.report.record import Record
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
@@ -189,6 +190,14 @@ def test_it_says_so_where_no_model_keeps_the_limit():
     assert f"bounds it by {choice.bound:.4f}" in said
     kept = describe("Limited", 3, row | {"within_limit": 1.0}, options)
     assert kept.startswith("Limited, seed 3: the EqOpp gap is at most 0.001 with 95 % confidence; on validation rows")
+
+
+def test_the_rows_to_judge_by_are_the_same_share_of_every_client_and_group():
+    scenario = Fairness(FairnessOptions(data="german", group="foreign_worker", clients="housing", limit=0.1))
+    data = scenario.set_up(0).data
+    for client, group in itertools.product(range(len(data.client_names)), (0, 1)):
+        rest = (data.client == client) & (data.group == group) & (data.part != TEST)
+        assert (data.part[rest] == VALIDATION).sum() == round(0.4 * rest.sum())
 
 
 # ------------------------------------------------------------------------------------------------- problems
