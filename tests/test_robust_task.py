@@ -374,6 +374,7 @@ def test_an_objective_that_ends_above_its_start_is_no_result(call, tmp_path):
 
 def test_gradients_are_bounded_by_the_clients_mean_lengths(scenario):
     setup = scenario.set_up(0)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(setup.theta))  # at the start no row has more weight
     inputs, _ = training_rows(setup)
     client = setup.data.client[setup.data.part == TRAIN]
     lengths = np.linalg.norm(inputs, axis=1)  # of the logit's gradient, (inputs, 1)
