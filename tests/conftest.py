@@ -18,11 +18,13 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # programs need 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
+import hypothesis  # noqa: E402, F401
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Hypothesis asks the collector about other packages' generators when it is imported, and what is frozen it cannot see.
 gc.freeze()
 gc.set_threshold(50_000, 20, 100)  # tracing makes many small objects, and few of them are garbage
 
@@ -34,6 +36,15 @@ def bounded_memory():
     pages = Path("/proc/self/statm")  # Linux only
     if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2e9:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def untuned():
+    """Runs choose no settings unless they are asked to: tuning compiles programs of its own, and most tests are about
+    other things."""
+    from nestfed.workbench import tuning  # heavy
+
+    tuning.MOST_SECONDS = 0.0
 
 
 @pytest.fixture

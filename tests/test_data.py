@@ -7,7 +7,9 @@ import hashlib
 import http.server
 import importlib
 import io
+import json
 import lzma
+import operator
 import subprocess
 import sys
 import threading
@@ -45,9 +47,11 @@ from nestfed.data import (
     split_by_group,
     summary,
 )
+from nestfed.data.features import BINS, Bins, Spreads, Totals
 from nestfed.data.sources import SOURCES, Source
 from nestfed.report.figures import draw_holdings
 
+few = settings(max_examples=40, deadline=None)
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED = ROOT / "src" / "nestfed" / "data" / "bundled"
 
@@ -372,7 +376,7 @@ def test_missing_unseen_constant_and_garbage():
         *("gaps missing", "infinite", "infinite missing", "flag=True"),
     ]
     out = dict(zip(encoder.names, encoder.transform(frame).T, strict=True))
-    deviation = np.sqrt(50)  # of 10, 20 (the median), 30, 20
+    deviation = np.sqrt(50)  # of 10, 20 (the mean), 30, 20
     np.testing.assert_allclose(out["age"], np.array([-10, 0, 10, 0]) / deviation, rtol=1e-6)
     assert out["age missing"].tolist() == [0, 1, 0, 0]
     assert out["colour=missing"].tolist() == [0, 1, 0, 0]
@@ -391,6 +395,90 @@ def test_every_split_has_the_same_features():
     encoder = Encoder.fit(frame, rows=rows)
     assert encoder.names == ["number", "word=a", "word=b", "word=c"]
     np.testing.assert_array_equal(encoder.transform(frame)[:, 0], frame["number"])  # mean 0, nothing to divide by
+    # As many bins, whatever rows they come from: those of too few values are empty.
+    many = pd.DataFrame({"number": np.arange(100.0)})
+    inside = np.arange(100) < 5
+    some, whole = (Encoder.fit(many, "piecewise", rows=rows) for rows in (inside, None))
+    assert len(some.names) == len(whole.names) == BINS
+    encoded = some.transform(many)
+    np.testing.assert_allclose(encoded[:, :4] - encoded[0, :4], np.r_[np.tri(5, 4, -1), np.ones((95, 4))], atol=1e-6)
+    np.testing.assert_allclose(encoded[:5].mean(0), 0, atol=1e-6)
+    assert (encoded[:, 4:] == 0).all()
+
+
+def columns(random: np.random.Generator, rows: int) -> pd.DataFrame:
+    """Numbers of several scales, with gaps, of few values and of one; words."""
+    frame = pd.DataFrame(
+        {
+            "money": np.where(random.random(rows) < 0.8, 0, np.exp(5 + 3 * random.normal(size=rows))),
+            "year": random.integers(1950, 2020, rows),
+            "gaps": np.where(random.random(rows) < 0.3, np.nan, random.normal(size=rows)),
+            "few": random.integers(0, 3, rows),
+            "word": random.choice(list("abcde"), rows),
+            "same": 1.5,
+        }
+    )
+    frame.loc[random.integers(rows), "money"] = 1e9
+    return frame
+
+
+@pytest.mark.parametrize("recipe", ["standard", "piecewise", "minimax-fair"])
+def test_an_encoder_is_made_of_sums_over_clients(recipe):
+    random = np.random.default_rng(0)
+    frame = columns(random, 400)
+    counted, client = random.random(400) < 0.7, random.integers(0, 3, 400)
+    frame.loc[client == 2, "gaps"] = np.nan  # a client that knows no value of a column
+    own = [(frame[client == k], counted[client == k]) for k in range(3)]
+    first, *others = (Totals.of(rows, recipe, inside) for rows, inside in own)
+    totals = functools.reduce(operator.add, others, first)
+    first, *others = (Spreads.of(rows, totals, inside) for rows, inside in own)
+    together = Encoder.from_sums(totals, functools.reduce(operator.add, others, first))
+    pooled = Encoder.fit(frame, recipe, rows=counted)
+    assert len(together.names) == len(pooled.names)
+    np.testing.assert_allclose(together.transform(frame), pooled.transform(frame), rtol=1e-5, atol=1e-6)
+    mean = frame["gaps"][counted].mean()
+    filled = frame.assign(gaps=frame["gaps"].fillna(mean))
+    number = [name for name in pooled.names if name.startswith("gaps") and name != "gaps missing"]
+    values = lambda table: pooled.transform(table)[:, [pooled.names.index(name) for name in number]]
+    np.testing.assert_allclose(values(frame), values(filled), atol=1e-6)
+
+
+def test_clients_agree_on_what_is_a_number():
+    rows = np.ones(2, bool)
+    number, text = (Totals.of(pd.DataFrame({"a": values}), "standard", rows) for values in ([1, 2], ["x", "y"]))
+    with pytest.raises(UserError, match="column 'a' holds numbers at one client and text at another"):
+        number + text
+
+
+@few
+@given(seed=st.integers(0, 2**32), scale=st.sampled_from([1e-6, 1.0, 1e6]))
+def test_bins_are_a_piecewise_linear_encoding(seed, scale):
+    """Bins times their widths, added to the lowest edge, give the value back: nothing between the ends is lost."""
+    random = np.random.default_rng(seed)
+    values = scale * np.where(random.random(300) < 0.3, 0.0, random.standard_cauchy(300) + 5)
+    frame = pd.DataFrame({"a": values})
+    encoder = Encoder.fit(frame, "piecewise")
+    (bins,) = encoder.columns
+    assert isinstance(bins, Bins) and len(bins.names) == BINS
+    edges = np.array(bins.edges)
+    assert (np.diff(edges) >= 0).all() and edges[0] >= values.min() and edges[-1] <= values.max()
+    encoded = np.stack(bins.encode(frame["a"]), 1)
+    np.testing.assert_allclose(encoded.mean(0), 0, atol=0.01)  # as far as the cells of the histogram tell
+    encoded = encoded + np.array(bins.means)
+    assert (encoded[:, :-1] >= encoded[:, 1:])[:, np.diff(edges)[1:] > 0].all()  # the bins fill one after the other
+    np.testing.assert_allclose(
+        edges[0] + encoded @ np.diff(edges), np.clip(values, edges[0], edges[-1]), rtol=1e-9, atol=1e-9 * scale
+    )
+    assert Encoder.from_dict(json.loads(json.dumps(encoder.to_dict()))) == encoder
+
+
+def test_bins_are_narrow_where_rows_are_many():
+    random = np.random.default_rng(1)
+    frame = pd.DataFrame({"a": random.normal(size=5000)})
+    (bins,) = Encoder.fit(frame, "piecewise").columns
+    assert isinstance(bins, Bins)
+    widths = np.diff(bins.edges)
+    assert widths[[0, -1]].min() > 3 * widths[BINS // 2 - 1 : BINS // 2 + 1].max()
 
 
 def test_errors_of_the_encoder():
@@ -405,7 +493,6 @@ def test_errors_of_the_encoder():
 
 # ------------------------------------------------------------------------------------------------- partitions
 
-few = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**32)
 labels_and_clients = st.tuples(st.lists(st.integers(0, 4), min_size=30, max_size=120), st.integers(1, 6)).map(
     lambda drawn: (np.array(drawn[0]), drawn[1])

@@ -26,7 +26,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def scenario():
-    return Fairness(FairnessOptions(data="german", partition="ratios:2:2:6", steps=STEPS))
+    return Fairness(FairnessOptions(data="german", partition="ratios:2:2:6", steps=STEPS, objective="paper"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What a checkpoint knows a run by: code, closures, defaults and globals, the same in every process."""
 
+import dataclasses
 import functools
 import importlib
 import random
@@ -32,7 +33,14 @@ from nestfed.verbs.checkpoints import CheckpointError
 
 def compiled(source, **names):
     """What `source` binds as `f`, as if it stood in a file of the user's."""
-    names = {"__name__": "own", "jnp": jnp, "np": np, "jax": jax, "functools": functools} | names
+    names = {
+        "__name__": "own",
+        "jnp": jnp,
+        "np": np,
+        "jax": jax,
+        "functools": functools,
+        "dataclasses": dataclasses,
+    } | names
     names |= {"NamedTuple": NamedTuple, "Enum": Enum, "random": random, "interpolate": interpolate}
     exec(textwrap.dedent(source), names)
     return names["f"]
@@ -134,6 +142,15 @@ OTHER = {
         "class A(Enum): one = 1\nf = lambda x: x + A.one.value",
         "class A(Enum): one = 2\nf = lambda x: x + A.one.value",
     ),
+    "what makes a default": (
+        "@dataclasses.dataclass\nclass A: c: list = dataclasses.field(default_factory=lambda: 1)\nf = lambda x: A().c",
+        "@dataclasses.dataclass\nclass A: c: list = dataclasses.field(default_factory=lambda: 2)\nf = lambda x: A().c",
+    ),
+    "a class of classes": (
+        "class M(type): c = 1\nclass A(metaclass=M): pass\nf = lambda x: A.c",
+        "class M(type): c = 2\nclass A(metaclass=M): pass\nf = lambda x: A.c",
+    ),
+    "a function that NumPy repeats": ("f = np.vectorize(lambda x: x + 1)", "f = np.vectorize(lambda x: x + 2)"),
     "axes of a vmap": ("f = jax.vmap(jnp.dot, (0, None))", "f = jax.vmap(jnp.dot, (None, 0))"),
 }
 
@@ -176,9 +193,22 @@ def test_records_and_methods():
     assert len({identify(value) for value in different}) == len(different)
 
 
-@pytest.mark.parametrize(
-    "what", [threading.Lock(), (i for i in range(3)), object()], ids=["lock", "generator", "object"]
-)
+REFUSED = {
+    "lock": threading.Lock(),
+    "generator": (i for i in range(3)),
+    "object": object(),
+    "ufunc of a function": np.frompyfunc(lambda x: x + 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("source", ["eval('a')", "globals()['a']", "exec('a')", "[__import__('a') for _ in x]"])
+def test_a_function_that_may_reach_anything_is_refused(source):
+    with pytest.raises(Unidentifiable, match=r"it calls \w+\(\), by which it may reach anything"):
+        identify(compiled(f"a = 1\nf = lambda x: {source}"))
+    assert identify(compiled(f"eval = globals = exec = __import__ = len\nf = lambda x: {source}"))
+
+
+@pytest.mark.parametrize("what", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_identified_is_refused_with_one_line(what, tmp_path):
     with pytest.raises(Unidentifiable, match="cannot be told apart"):
         identify(what)

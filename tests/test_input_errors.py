@@ -5,12 +5,21 @@ import re
 import typing
 
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from cases import hyper, regression
 
-from nestfed import Options, Task, UserError, deploy, make, measure, simulate, start, sweep
+from nestfed import Options, Rows, Schedule, Task, UserError, deploy, make, measure, simulate, start, struct, sweep
 from nestfed.engine.options import Changes
-from nestfed.problems import toys
+from nestfed.problems import SingleLevel, toys
+
+
+@struct
+class Misspelt(SingleLevel):
+    def loss(self, x, batch, key):
+        return no_such_name(x)  # noqa: F821
+
 
 TASK = regression((4, 4, 4))
 FEDAVG = make("fedavg", lr=0.1)
@@ -72,6 +81,33 @@ FEDAVG = make("fedavg", lr=0.1)
             "same number of local steps",
         ),
         (lambda: sweep([], TASK, rounds=1), "at least one setting"),
+        (lambda: sweep(FEDAVG, TASK, [0], rounds=1), "settings=FedAvg.* was given to a sweep; give a list"),
+        (lambda: sweep([FEDAVG], TASK, 3, rounds=1), "seeds=3 was given to a sweep; give a list"),
+        (lambda: simulate(FEDAVG, TASK.problem, rounds=1), "a Regression was given as the task; make one with"),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, metrics={"a": 1}), "metrics={'a': 1} was given; give a function"),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, uploads=3), "uploads holds 3; give transforms"),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, uploads="clip"), "uploads holds 'clip'; give transforms"),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, checkpoint=3), "checkpoint=3 was given; give the path"),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, unsynced="yes"), "unsynced='yes' was given; it must be True or"),
+        (lambda: simulate(FEDAVG, TASK, rounds=1, progress="no"), "progress='no' was given; it must be True, False or"),
+        (
+            lambda: make("fedopt", lr=0.1, optimizer="sgd"),
+            "optimizer='sgd' .*as optax.sgd.*GradientTransformation",
+        ),
+        (
+            lambda: make("fedreco", lr=0.1, optimizer=optax.sgd),
+            "optimizer=<function .*must be a Gradient",
+        ),
+        (lambda: Schedule(function=0.1), "Schedule: function=0.1 was given; give a function of the step"),
+        (lambda: Rows.from_clients([(np.array(["a", "b"]),)]), "hold no numbers in column .0., but <U1; encode them"),
+        (
+            lambda: Task.create(TASK.problem, TASK.data, jnp.zeros(3), weights=["a", "b", "c"]),
+            "weights=.*'uniform', 'samples' or one number per client",
+        ),
+        (
+            lambda: Task.create(Misspelt(), TASK.data, jnp.zeros(3)),
+            "shapes .*: NameError: name 'no_such_name' is",
+        ),
         (lambda: sweep([FEDAVG], TASK, [0], rounds=1, progress=False).best("accuracy"), "no metric 'accuracy'"),
     ],
 )

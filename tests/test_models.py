@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,18 +24,22 @@ from nestfed.models import (
     ImageModel,
     Perceptron,
     ResNet,
+    TabularNetwork,
     average_pool,
     batch_norm,
     conv2d,
     convolve,
+    describe_model,
     group_norm,
     image_model_named,
     init_kernel,
     max_pool,
+    model_from,
     model_named,
     planes_of,
 )
 from nestfed.problems import SingleLevel
+from nestfed.workbench import task_options
 
 KEY = jax.random.key(0)
 normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
@@ -246,6 +252,44 @@ def test_perceptron_with_classes_is_a_column_of_perceptrons_with_one_output():
         close(single([params[0], head], inputs), logits[:, c])
 
 
+@pytest.mark.parametrize("model", [Perceptron(), Perceptron((5,)), TabularNetwork(width=4, blocks=1)])
+def test_a_model_of_rows_is_its_two_parts(model):
+    params, inputs = model.init(KEY, 6), normal(1, 5, 6)
+    body, head = model.split(params)
+    assert count(body) and count(head) and count(body) + count(head) == count(params)
+    joined = model.join(body, head)
+    jax.tree.map(np.testing.assert_array_equal, joined, params)
+    close(model(params, inputs), model.decide(head, model.represent(body, inputs))[:, 0])
+    assert model_from(json.loads(json.dumps(describe_model(model)))) == model
+
+
+def test_the_tabular_network_adds_embeddings_and_looks_at_one_row_alone():
+    model = TabularNetwork(width=4, blocks=2)
+    params, inputs = model.init(KEY, 6), normal(1, 5, 6)
+    run = jax.jit(model)
+    together = run(params, inputs)
+    close(together, jnp.concatenate([run(params, row[None]) for row in inputs]))
+    # Without what blocks add, the head sees the standardised sum of the columns' embeddings.
+    for block in params["body"]["blocks"]:
+        block["out"] = jax.tree.map(jnp.zeros_like, block["out"])
+    embedding = params["body"]["embedding"]["weight"]
+    added = np.asarray((inputs[:, :, None] * embedding[None]).sum(1))
+    normed = (added - added.mean(1, keepdims=True)) / np.sqrt(added.var(1, keepdims=True) + 1e-5)
+    close(model(params, inputs), normed @ params["head"]["weight"][:, 0])  # its bias starts at 0
+
+
+def test_the_tabular_network_has_second_derivatives():
+    """Products with the Hessian are differences of gradients; those with respect to a row's weight are gradients."""
+    model, inputs, label = TabularNetwork(width=3, blocks=1), normal(1, 6, 4), jnp.arange(6) % 2
+    start, tree = ravel_pytree(model.init(KEY, 4))
+    loss = lambda theta: optax.sigmoid_binary_cross_entropy(model(tree(theta), inputs), label).mean()
+    gradient, along, h = jax.jit(jax.grad(loss)), normal(2, start.size), 1e-5
+    product = jax.jit(lambda theta: jax.jvp(jax.grad(loss), (theta,), (along,))[1])(start)
+    difference = (gradient(start + h * along) - gradient(start - h * along)) / (2 * h)
+    np.testing.assert_allclose(product, difference, rtol=1e-5, atol=1e-7)
+    assert np.abs(product).max() > 1e-2
+
+
 def test_half_precision_is_near_full_and_leaves_parameters_alone(monkeypatch):
     # Rounding switches a few ReLUs, which says nothing about precision: a smooth function in their place.
     monkeypatch.setattr(jax.nn, "relu", jax.nn.gelu)
@@ -297,6 +341,7 @@ def test_a_network_trains_in_a_federation_whatever_the_client_axis():
 
 def test_models_by_name():
     assert model_named("logistic") == Perceptron() and model_named("network") == Perceptron((64,))
+    assert tuple(MODELS) == task_options.MODELS
     assert image_model_named("resnet20") == ResNet() and image_model_named("cnn") == CNN()
     assert all(entry.description for entry in (*MODELS.values(), *IMAGE_MODELS.values()))
     with pytest.raises(UserError, match=r"no model 'logistics' for rows of numbers; did you mean 'logistic'\?"):

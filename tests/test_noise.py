@@ -268,6 +268,13 @@ def test_poisson_cohorts_are_counted_as_tightly_as_the_library_can(
     assert spent.epsilon(0) == 0 and spent.epsilon(1) < spent.epsilon(2) < spent.epsilon(rounds)
 
 
+@pytest.mark.parametrize(("chance", "expected"), [(0.001, 0.149), (None, 1.587)], ids=["poisson", "fixed size"])
+def test_a_small_part_of_many_clients_costs_little(chance, expected):
+    """100 of 100,000 clients for 1000 rounds, with delta 1e-6."""
+    central = CentralDP(clip=1.0, noise_multiplier=0.8, delta=1e-6)
+    assert_allclose(Spending(central, 0, 1, 100_000, cohort=100.0, chance=chance).epsilon(1000), expected, atol=1e-3)
+
+
 def test_several_exchanges_and_stages_compose():
     """A round with two exchanges on one cohort, a start without sampling, and an earlier run."""
     task, algorithm = TASKS["global composition"]((4,) * 30), CASES["mbsgd"].algorithm("mbsgd")

@@ -20,7 +20,7 @@ from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import ClientModels, TabularModel
 from nestfed.workbench.scenarios.personal import METHODS, BinaryClasses, Personal, from_the_start
 from nestfed.workbench.stages import Budget, run_method, set_up, sweep_method
-from nestfed.workbench.task_options import PersonalOptions
+from nestfed.workbench.task_options import MODELS, PersonalOptions
 
 NAMES = ("north", "south", "harbour")
 KEY = jax.random.key(0)
@@ -59,9 +59,10 @@ def trials(scenario):
 # ------------------------------------------------------------------------------------------------- the problem
 
 
-def test_the_loss_is_the_logistic_loss_of_the_network(trials):
-    setup = trials.first
-    problem, (u, v) = BinaryClasses(weight_decay=0.4).bind(setup.theta)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_loss_is_the_logistic_loss_of_the_model(scenario, model):
+    setup = scenario.change(model=model).set_up(0)
+    problem, (u, v) = BinaryClasses(model=setup.model, weight_decay=0.4).bind(setup.theta)
     inputs, labels = setup.data.inputs[:7], setup.data.label[:7]
     logits = setup.model(setup.theta, jnp.asarray(inputs))
     decay = 0.2 * sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(setup.theta))
@@ -123,7 +124,7 @@ def test_a_stage_of_tuning_goes_on_from_the_common_model(scenario, trials):
     """FedBABU's head is the start's until clients train it; with a step size near zero it stays there."""
     algorithms = scenario.algorithms("fedbabu", trials.first, {"tuning.lr": 1e-12})
     left = run_method(trials, "fedbabu", algorithms, 0, Budget(evaluations=1), progress=False).left
-    problem, (u, v) = BinaryClasses().bind(trials.first.theta)
+    problem, (u, v) = BinaryClasses(model=trials.first.model).bind(trials.first.theta)
     assert_allclose(left.v, np.broadcast_to(v, left.v.shape), atol=1e-9)
     assert_allclose(left.u, np.broadcast_to(left.u[0], left.u.shape), atol=1e-12)
     assert np.abs(left.u[0] - u).max() > 1e-3
@@ -184,7 +185,7 @@ def test_own_hospitals_in_one_command(call, path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "logistic"], "model='logistic' was given"),
+        (["--model", "tree"], "model='tree' was given"),
         (["--output", "best"], "clients keep models of their own"),
         (["--algorithm", "fedcr"], "no method for the task personal; did you mean"),
         (["--set", "fedreco.coupling=-1"], "coupling"),
@@ -194,6 +195,18 @@ def test_mistakes_are_told_in_one_line(call, path, words, message):
     code, _, err = call("run", "personal", "--data", path, "--label", "ill", "--clients", "hospital", *words)
     assert code == 1 and message in err.replace("\n", " ") and "Traceback" not in err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", ["fedrep", "fedreco", "ditto"])
+def test_in_logistic_regression_the_head_is_the_intercept(name, scenario):
+    own = scenario.change(model="logistic")
+    trials = set_up(own, [0])
+    trace = run_method(trials, name, own.algorithms(name, trials.first, {}), 0, Budget(evaluations=1), progress=False)
+    ((layer,),) = (own.thetas(trials.first, trace.left),)
+    slopes, intercepts = layer["weight"][:, :, 0], layer["bias"][:, 0]
+    assert slopes.shape == (len(NAMES), trials.first.data.inputs.shape[1]) and len(set(intercepts.tolist())) == 3
+    alike = np.abs(slopes - slopes[0]).max() < 1e-12
+    assert alike == (name == "fedrep")  # the others have bodies of their own
 
 
 def test_all_methods_have_a_price(call, path):

@@ -147,6 +147,48 @@ def test_the_sentence_says_what_the_numbers_say(rows, expected):
     assert page.sentence(record, statistics.headline(record)) == expected
 
 
+def make_finals(**values):
+    """A record with these accuracies, one per seed, of every method."""
+    record = example(methods={name: METHODS.get(name, name) for name in values}, seeds=(0, 1, 2))
+    rows = [
+        {"method": name, "seed": seed, "status": "finished", "accuracy": value, "gap": 0.1, "loss": 0.5}
+        for name, own in values.items()
+        for seed, value in enumerate(own)
+    ]
+    return dataclasses.replace(record, final=pd.DataFrame(rows))
+
+
+def test_every_method_has_a_plain_sentence_of_what_it_gained():
+    record = make_finals(fedavg=[0.80, 0.81, 0.82], fedminmax=[0.83, 0.84, 0.86], twostage=[0.79, 0.83, 0.81])
+    better, unclear = (statistics.find_gains(record)[name] for name in ("fedminmax", "twostage"))
+    found = statistics.pair(series(0.83, 0.84, 0.86), series(0.80, 0.81, 0.82))
+    assert better == (
+        f"FedMinMax, test accuracy: better than FedAvg by {found.mean:.4f} (95 % interval {found.low:.4f} to "
+        f"{found.high:.4f}, 3 seeds)."
+    )
+    assert unclear.startswith("FedFair (two stages), test accuracy: no clear gain over FedAvg (0.0000, 95 % interval −")
+    assert "fedavg" not in statistics.find_gains(record)  # it is what the others are compared with
+    swapped = make_finals(fedavg=[0.83, 0.84, 0.86], fedminmax=[0.80, 0.81, 0.82])
+    assert "worse than FedAvg by" in statistics.find_gains(swapped)["fedminmax"]
+    both = dataclasses.replace(record, about=record.about | {"references": ["fedavg", "twostage"]})
+    assert "better than FedAvg by" in (said := statistics.find_gains(both)["fedminmax"]) and "; " in said
+    assert statistics.find_gains(both)["fedavg"].startswith("FedAvg, test accuracy: no clear gain over FedFair")
+    for sentence in statistics.find_gains(record).values():
+        assert sentence in page.render(record)
+
+
+def test_one_seed_is_no_clear_gain_and_no_result_none():
+    record = make_finals(fedavg=[0.8], fedminmax=[0.9])
+    assert (
+        "no clear gain over FedAvg (0.1000 in one seed; an interval needs several"
+        in (statistics.find_gains(record)["fedminmax"])
+    )
+    diverged = record.final.assign(status=["finished", "diverged"])
+    assert statistics.find_gains(dataclasses.replace(record, final=diverged)) == {
+        "fedminmax": "FedMinMax: no seed has a result."
+    }
+
+
 def test_lower_is_better_where_the_metric_says_so():
     record = example()
     table, gap = statistics.headline(record), record.metrics[1]

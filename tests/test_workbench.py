@@ -62,10 +62,10 @@ def test_history_counts_rounds_bytes_and_work_through_the_stages(study):
     one = study.history[(study.history.method == "fedbio") & (study.history.seed == 0)]
     assert one.stage.tolist() == ["weights"] * 5 + ["model"] * 5
     assert one["round"].tolist() == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
-    # German Credit: 4 groups; features and a bias. Three clients, up and down.
+    # German Credit: 4 groups with two weights and a price each; features and a bias. Three clients, up and down.
     features = study.model("fedavg").theta[0]["weight"].size + 1
     each = 3 * 2 * BYTES
-    expected = [each * 4 * r for r in range(5)] + [each * (4 * 4 + features * r) for r in range(5)]
+    expected = [each * 12 * r for r in range(5)] + [each * (4 * 12 + features * r) for r in range(5)]
     assert one.bytes.tolist() == expected
     assert (np.diff(one.oracle_calls) >= 0).all() and one.oracle_calls.iloc[-1] > one.oracle_calls.iloc[4] > 0
 
@@ -117,11 +117,11 @@ def test_resume_changes_nothing_and_other_settings_are_refused(study):
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     """A real process, a real Ctrl-C: exit code 130, a line that says how to go on, and the same numbers in the end."""
     program = Path(sys.executable).with_name("nestfed")
-    words = "run fairness -a fedavg --data german --seeds 2 --steps 20000 --evaluations 5 --quiet".split()
+    words = "run fairness -a fedavg --data german --seeds 4 --steps 20000 --evaluations 5 --no-tune --quiet".split()
     process = subprocess.Popen(
         [program, *words, "--out", "cut"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=os.environ
     )
-    wait_for(tmp_path / "cut" / "checkpoints" / "fedavg-seed1-model.npz", process)  # the second seed is on its way
+    wait_for(tmp_path / "cut" / "checkpoints" / "fedavg-seed1-model.npz", process)  # two more seeds are to come
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, (process.returncode, err)
@@ -133,7 +133,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "cut/report.html"
     cut = Record.load(tmp_path / "cut")
-    assert cut.final.seed.tolist() == [0, 1] and (cut.final.status == "finished").all()
+    assert cut.final.seed.tolist() == [0, 1, 2, 3] and (cut.final.status == "finished").all()
     whole = subprocess.run([program, *words, "--out", "whole"], cwd=tmp_path, timeout=300, env=os.environ)
     assert whole.returncode == 0
     pd.testing.assert_frame_equal(cut.history, Record.load(tmp_path / "whole").history)

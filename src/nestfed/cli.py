@@ -87,7 +87,7 @@ class Choice(click.ParamType):
 
 def make_flag(option: Option, task: type[TabularOptions]) -> TyperOption:
     """The flag of an option, as this task has it."""
-    names, switch = [option.name, "/".join(option.flags)], option.hint is bool
+    names, switch = [option.name, "/".join(option.flags)], option.is_switch
     if option.short is not None:
         names.append(option.short)
     kinds, metavar = list(option.kinds), None
@@ -206,9 +206,10 @@ def _make_output_flag(*names: str, help: str, **more: Any) -> TyperOption:
 
 
 OUT = _make_output_flag("--out", type=click.Path(path_type=Path), help=OUT_HELP)
-RESUME = _make_output_flag("--resume", is_flag=True, help="Go on with the run in --out, or with that of the file.")
-JSON = _make_output_flag("--json", "json_", is_flag=True, help=JSON_HELP)
-QUIET = _make_output_flag("--quiet", "-q", is_flag=True, help=QUIET_HELP)
+RESUME_HELP = "Go on with the run in --out, or with that of the file."
+RESUME = _make_output_flag("--resume", is_flag=True, default=False, help=RESUME_HELP)
+JSON = _make_output_flag("--json", "json_", is_flag=True, default=False, help=JSON_HELP)
+QUIET = _make_output_flag("--quiet", "-q", is_flag=True, default=False, help=QUIET_HELP)
 GRID = TyperOption(
     param_decls=["--grid"],
     multiple=True,
@@ -390,6 +391,7 @@ def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: boo
 
     silent = quiet or json_
     how = {"out": out, "resume": resume, "progress": False if silent else None, "show": None if silent else show}
+    how |= {} if silent else {"say": typer.echo}
     try:
         study = workbench.run(**settings, **how)
     except workbench.Stopped as error:  # typer would end every KeyboardInterrupt without a word
@@ -407,7 +409,7 @@ def _show(study: Any, *, json_: bool, quiet: bool) -> None:
     if json_:
         table = statistics.headline(study.record).reset_index()
         content = {"folder": str(study.folder), "report": str(study.report), "headline": _records(table)}
-        _print_json(content | {"notes": study.record.about["notes"]})
+        _print_json(content | {name: study.record.about.get(name) for name in ("notes", "gains", "tuned")})
         return
     if not quiet:
         _, shown = tables.headline(study.record)
@@ -418,8 +420,13 @@ def _show(study: Any, *, json_: bool, quiet: bool) -> None:
             f"{study.record.about['title']}, {seeds} seed{'s' * (seeds > 1)}: mean ± std, difference [95 % interval]"
         )
         _console().print(_table(shown, title=title))
+        if len(study.record.candidates):
+            _, found = tables.candidates(study.record)
+            _console().print(_table(found, title="What a limit on the gap costs (validation rows decide)"))
         for note in study.record.about["notes"]:
             typer.echo(f"note: {note}")
+        for gain in study.record.about["gains"].values():
+            typer.echo(gain)
     typer.echo(str(study.report))
 
 

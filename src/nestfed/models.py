@@ -199,30 +199,117 @@ def _check_norm(norm: str | None, choices: tuple[str | None, ...]) -> None:
 # ------------------------------------------------------------------------------------------------- rows of numbers
 
 
+class RowModel(abc.ABC):
+    """A model for rows of numbers, in two parts: a body that makes a representation of a row, and a head."""
+
+    outputs: int
+
+    @abc.abstractmethod
+    def init(self, key: Array, features: int) -> PyTree:
+        """Return parameters for rows of so many numbers."""
+
+    @abc.abstractmethod
+    def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Return (body, head)."""
+
+    @abc.abstractmethod
+    def join(self, body: PyTree, head: PyTree) -> PyTree:
+        """Return the parameters of these parts."""
+
+    @abc.abstractmethod
+    def represent(self, body: PyTree, inputs: Array) -> Array:
+        """Return what the head sees, [rows, width]."""
+
+    def decide(self, head: PyTree, representation: Array) -> Array:
+        """Return logits, [rows, outputs]."""
+        return dense(head, representation)
+
+    def __call__(self, params: PyTree, inputs: Array) -> Array:
+        """Return logits: [rows] for one output, [rows, outputs] for several."""
+        inputs = inputs.astype(jnp.result_type(inputs, *jax.tree.leaves(params)))
+        body, head = self.split(params)
+        logits = self.decide(head, self.represent(body, inputs))
+        return logits[:, 0] if self.outputs == 1 else logits
+
+
 @dataclasses.dataclass(frozen=True)
-class Perceptron:
-    """Has fully connected layers; without a hidden layer it is logistic regression."""
+class Perceptron(RowModel):
+    """Has fully connected layers, of which the last one is the head.
+
+    Without a hidden layer it is logistic regression: its body are the slopes, its head the intercepts.
+    """
 
     hidden: tuple[int, ...] = ()
     outputs: int = 1
 
-    def init(self, key: Array, features: int) -> PyTree:
+    def init(self, key, features):
         widths = (features, *self.hidden, self.outputs)
         keys = jax.random.split(key, len(widths) - 1)
         return [init_dense(k, *sides) for k, sides in zip(keys, zip(widths, widths[1:], strict=False), strict=True)]
 
-    def __call__(self, params: PyTree, inputs: Array) -> Array:
-        """Return logits: [rows] for one output, [rows, outputs] for several."""
-        *hidden, head = params
-        inputs = inputs.astype(jnp.promote_types(inputs.dtype, head["weight"].dtype))
-        return _logits(head, hidden_features(hidden, inputs))
+    def split(self, params):
+        *hidden, last = params
+        return (hidden, last) if hidden else (last["weight"], last["bias"])
+
+    def join(self, body, head):
+        return [*body, head] if self.hidden else [{"weight": body, "bias": head}]
+
+    def represent(self, body, inputs):
+        if not self.hidden:
+            return inputs @ body
+        for layer in body:
+            inputs = jax.nn.relu(dense(layer, inputs))
+        return inputs
+
+    def decide(self, head, representation):
+        return super().decide(head, representation) if self.hidden else representation + head[None]
 
 
-def hidden_features(hidden: PyTree, inputs: Array) -> Array:
-    """Return what the head of a perceptron sees."""
-    for layer in hidden:
-        inputs = jax.nn.relu(dense(layer, inputs))
-    return inputs
+@dataclasses.dataclass(frozen=True)
+class TabularNetwork(RowModel):
+    """Adds embeddings of a row's columns, then what residual blocks make of their sum.
+
+    It reads rows in the recipe "piecewise": a category's embedding is its row of the first matrix, a number's the sum
+    of those of its bins, the last of them in part. A block is x + W2 silu(W1 norm(x)), the pre-norm block of Gorishniy,
+    Rubachev, Khrulkov and Babenko, "Revisiting deep learning models for tabular data", NeurIPS 2021, arXiv:2106.11959,
+    with a norm that looks at one row alone, and SiLU, which has second derivatives.
+    """
+
+    width: int = 32
+    blocks: int = 2
+    outputs: int = 1
+
+    def init(self, key, features):
+        first, last, *keys = jax.random.split(key, 2 + 2 * self.blocks)
+        layer = lambda k: init_dense(k, self.width, self.width)
+        blocks = [
+            {"norm": init_norm(self.width), "in": layer(one), "out": layer(two)}
+            for one, two in zip(keys[::2], keys[1::2], strict=True)
+        ]
+        body = {
+            "embedding": init_dense(first, features, self.width),
+            "blocks": blocks,
+            "norm": init_norm(self.width),
+        }
+        return {"body": body, "head": init_dense(last, self.width, self.outputs)}
+
+    def split(self, params):
+        return params["body"], params["head"]
+
+    def join(self, body, head):
+        return {"body": body, "head": head}
+
+    def represent(self, body, inputs):
+        values = dense(body["embedding"], inputs)
+        for block in body["blocks"]:
+            inside = jax.nn.silu(dense(block["in"], layer_norm(block["norm"], values)))
+            values = values + dense(block["out"], inside)
+        return layer_norm(body["norm"], values)
+
+
+def layer_norm(layer: PyTree, values: Array) -> Array:
+    """Standardise every row, then scale and shift each of its numbers."""
+    return (_standardise(values, (-1,)) * layer["scale"][None] + layer["shift"][None]).astype(values.dtype)
 
 
 def _logits(head: PyTree, features: Array) -> Array:
@@ -385,9 +472,10 @@ class Entry(NamedTuple, Generic[M]):
     description: str
 
 
-MODELS = {
+MODELS: dict[str, Entry[RowModel]] = {
     "logistic": Entry(Perceptron(), "logistic regression"),
     "network": Entry(Perceptron((64,)), "one hidden layer of 64"),
+    "tabular": Entry(TabularNetwork(), "embeddings of all columns, then residual blocks"),
 }
 IMAGE_MODELS: dict[str, Entry[ImageModel]] = {
     "cnn": Entry(CNN(), "three 3 x 3 convolutions of 32, 64 and 64 channels; 97,290 parameters on 32 x 32 colours"),
@@ -396,9 +484,22 @@ IMAGE_MODELS: dict[str, Entry[ImageModel]] = {
 }
 
 
-def model_named(name: str) -> Perceptron:
+def model_named(name: str) -> RowModel:
     """Return a model for rows of numbers; `dataclasses.replace(model, outputs=...)` gives it classes."""
     return _find(name, MODELS, "rows of numbers")
+
+
+def describe_model(model: RowModel) -> dict[str, Any]:
+    """Return plain text and numbers, for files."""
+    fields: Any = model  # all of them are dataclasses
+    return {"kind": type(model).__name__, **dataclasses.asdict(fields)}
+
+
+def model_from(description: Mapping[str, Any]) -> RowModel:
+    """Return the model that `describe_model` described."""
+    kinds: dict[str, type[RowModel]] = {kind.__name__: kind for kind in (Perceptron, TabularNetwork)}
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in description.items()}
+    return kinds[description["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
 
 
 def image_model_named(name: str) -> ImageModel:

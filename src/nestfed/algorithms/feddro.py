@@ -37,13 +37,11 @@ Departures
 
 from typing import NamedTuple
 
-import optax
-
 from nestfed.algorithms.clipping import MayClip
-from nestfed.algorithms.server_step import descend, start_memory
+from nestfed.algorithms.server_step import OPTIMIZER, Optimizer, descend, start_memory
 from nestfed.core.algorithm import Server, Shared
 from nestfed.core.schedules import at
-from nestfed.core.settings import setting, static, struct
+from nestfed.core.settings import setting, struct
 
 
 @struct
@@ -107,7 +105,7 @@ class DSFedDRO(MayClip):
     inner_eval: str = setting(
         "which y enters the gradient", default="local", choices=("local", "broadcast"), static=True
     )
-    optimizer: optax.GradientTransformation | None = static(default=None)
+    optimizer: Optimizer | None = setting(**OPTIMIZER)
     first_batches: int = setting("batches of the first estimate", default=10, at_least=1, static=True)
 
     family = "compositional"

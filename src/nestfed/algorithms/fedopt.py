@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import optax
 
 from nestfed.algorithms.fedavg import LocalSteps
-from nestfed.algorithms.server_step import descend, start_memory
+from nestfed.algorithms.server_step import OPTIMIZER, Optimizer, descend, start_memory
 from nestfed.core.algorithm import Server, Shared
-from nestfed.core.settings import UserError, setting, static, struct
+from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.types import Array
 
 
@@ -33,7 +33,7 @@ from nestfed.core.types import Array
 class FedOpt(LocalSteps):
     """Runs FedAvg with any optax optimiser on the server: `FedOpt(lr=0.1, optimizer=optax.sgd(1.0, momentum=0.9))`."""
 
-    optimizer: optax.GradientTransformation | None = static(default=None)
+    optimizer: Optimizer | None = setting(**OPTIMIZER)
 
     class State(NamedTuple):
         x: Shared

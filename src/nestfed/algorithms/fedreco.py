@@ -33,14 +33,13 @@ Departures
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import optax
 
 from nestfed.algorithms.clipping import clip_together
 from nestfed.algorithms.personal_method import HeadThenBody
-from nestfed.algorithms.server_step import descend, start_memory
+from nestfed.algorithms.server_step import OPTIMIZER, Optimizer, descend, start_memory
 from nestfed.core.algorithm import Local, Sample, Scratch, Server, Shared
 from nestfed.core.schedules import at
-from nestfed.core.settings import setting, static, struct
+from nestfed.core.settings import setting, struct
 
 
 @struct
@@ -50,7 +49,7 @@ class CommonRepresentation(HeadThenBody):
     coupling: float = setting("lambda: strength of the pull is lambda / 2", default=0.01, at_least=0)
     server_lr: float = setting("eta_0: step size of the common extractor", default=0.001, above=0)
     server_scale_lambda: bool = setting("multiply the server's step by lambda / 2", default=False, static=True)
-    optimizer: optax.GradientTransformation | None = static(default=None)
+    optimizer: Optimizer | None = setting(**OPTIMIZER)
 
     def direction(self, problem, s, draw, fed):
         return problem.grad_coupled(s.u, s.v, s.u0, self.coupling, draw(0))

@@ -7,6 +7,12 @@ import optax
 from nestfed.core.types import Array
 
 Optimizer = optax.GradientTransformation
+OPTIMIZER: dict[str, Any] = {  # of a setting that takes one
+    "description": "the server's step by an optax optimiser, such as optax.sgd(1.0)",
+    "default": None,
+    "part": Optimizer,
+    "static": True,
+}
 
 
 def start_memory(optimizer: Optimizer | None, x: Array) -> Any:

@@ -25,11 +25,10 @@ Departures  Aggregation coefficients are 1. Clients' own numbers of steps come f
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import optax
 
-from nestfed.algorithms.server_step import descend, start_memory
+from nestfed.algorithms.server_step import OPTIMIZER, Optimizer, descend, start_memory
 from nestfed.core.algorithm import Algorithm, Scratch, Server, Shared
-from nestfed.core.settings import setting, static, struct
+from nestfed.core.settings import setting, struct
 
 
 @struct
@@ -44,7 +43,7 @@ class SimFBO(Algorithm):
     server_z_lr: float = setting("gamma_z: server step size of z", above=0)
     radius: float = setting("r: z is projected onto this ball", default=float("inf"), above=0)
 
-    optimizer: optax.GradientTransformation | None = static(default=None)
+    optimizer: Optimizer | None = setting(**OPTIMIZER)
 
     family = "bilevel"
     scope = "global"

@@ -14,7 +14,7 @@ import dis
 import enum
 import functools
 import hashlib
-import importlib
+import importlib.metadata
 import sys
 import sysconfig
 import types
@@ -128,7 +128,7 @@ class _Reader:
             self.put("wrapped", type(value).__qualname__)
             self.part("the function inside", value.__wrapped__)
             self.several([getattr(value, name, None) for name in _RULES])
-        elif _is_of_a_library(value) and callable(value) and hasattr(value, "__name__"):  # in C, or a ufunc
+        elif isinstance(value, types.BuiltinFunctionType) or _is_named_by_its_module(value):  # in C, or a ufunc
             self.put("library", _module_of(value), value.__name__, _version(_module_of(value)))
         elif hasattr(value, "__array__"):
             self.array(np.asarray(value))
@@ -141,12 +141,10 @@ class _Reader:
         try:
             reduced = _take_apart(value)
         except Exception as error:
-            raise Unidentifiable(
-                f"{' > '.join(self.path)} is a {type(value).__name__}, which cannot be told apart from another one: a "
-                "checkpoint could resume with something else. Use functions, arrays and records (nestfed.struct) in "
-                "its place, or run without a checkpoint."
-            ) from error
-        if isinstance(reduced, str):  # a name in a module
+            raise self.refusal(value) from error
+        if isinstance(reduced, str):  # a name in a module, where another thing may stand
+            if getattr(sys.modules.get(_module_of(value)), reduced, None) is not value:
+                raise self.refusal(value)
             self.put("named", _module_of(value), reduced)
             return
         maker, arguments, state, items, entries = [*reduced, None, None, None][:5]
@@ -159,6 +157,13 @@ class _Reader:
             for name in sorted(attributes, key=str):
                 if not isinstance(getattr(type(value), str(name), None), functools.cached_property):
                     self.part(str(name), attributes[name])
+
+    def refusal(self, value: Any) -> Unidentifiable:
+        return Unidentifiable(
+            f"{' > '.join(self.path)} is a {type(value).__name__}, which cannot be told apart from another one: a "
+            "checkpoint could resume with something else. Use functions, arrays and records (nestfed.struct) in "
+            "its place, or run without a checkpoint."
+        )
 
     def words(self, value: Any) -> None:
         text = str(value)
@@ -184,6 +189,11 @@ class _Reader:
             return
         self.part("attributes", vars(function))
         for name in sorted(set(_globals_of(function.__code__))):
+            if name in _REACHING_ANYTHING and name not in function.__globals__:
+                raise Unidentifiable(
+                    f"{' > '.join(self.path)} calls {name}(), by which it may reach anything; a checkpoint cannot know "
+                    "what. Write the names out, or run without a checkpoint."
+                )
             if name in function.__globals__:
                 self.follow(name, function.__globals__[name], names)
         for name in sorted(set(_imports_of(function.__code__))):
@@ -221,8 +231,12 @@ class _Reader:
             self.put(repr(sorted(getattr(kind, "__annotations__", {}).items())))
         elif dataclasses.is_dataclass(kind) and "__dataclass_params__" in vars(kind):
             made_by_python = _MADE_OF_DATACLASSES
+            makers = {field.name: field.default_factory for field in dataclasses.fields(kind)}
+            self.read({name: maker for name, maker in makers.items() if maker is not dataclasses.MISSING})
         for base in kind.__bases__:
             self.part("base", base)
+        if not _is_of_a_library(type(kind)):
+            self.part("metaclass", type(kind))
         for name, member in sorted(vars(kind).items()):
             if name not in _NOT_CONTENT | made_by_python and not isinstance(member, _SLOTS):
                 self.part(name, _inside(member))
@@ -243,6 +257,7 @@ class _Reader:
                 self.follow(name, vars(module)[name], names)
 
 
+_REACHING_ANYTHING = {"eval", "exec", "globals", "__import__"}
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _NOT_CONTENT = {
     "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl",
@@ -316,6 +331,14 @@ def _is_method_in_c(value: Any) -> bool:
     return in_c and not isinstance(value.__self__, (types.ModuleType, type(None)))
 
 
+def _is_named_by_its_module(value: Any) -> bool:
+    """Is it a function or ufunc of a library, and not one that somebody made with the library's help?"""
+    name = getattr(value, "__name__", None)
+    if not callable(value) or not isinstance(name, str) or not _is_of_a_library(value):
+        return False
+    return getattr(sys.modules.get(_module_of(value)), name, None) is value
+
+
 def _module_of(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
@@ -348,5 +371,11 @@ def _top(module: str) -> str:
     return module.partition(".")[0]
 
 
+@functools.cache
 def _version(module: str) -> str:
-    return str(getattr(sys.modules.get(_top(module)), "__version__", ""))
+    """Of the package: what it says itself, or what it was installed as."""
+    said = getattr(sys.modules.get(_top(module)), "__version__", None)
+    try:
+        return str(said or importlib.metadata.version(_top(module)))
+    except importlib.metadata.PackageNotFoundError:  # a part of Python, or installed under another name
+        return ""

@@ -7,33 +7,32 @@ jax.random.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from nestfed.core.types import Array, ArrayLike
 
 # Streams of random numbers. A key is folded from (seed, stream, round, client id, step, draw), never split by a size
 # or a position: adding a client, changing the cohort or the chunking of a run changes nobody else's numbers.
 INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS, UPLOAD, ANSWER = range(9)
 
 
-def fold(key: Array, *meaning: Array) -> Array:
+def fold(key: Array, *meaning: ArrayLike) -> Array:
     """A key for what `meaning` says: fold in one number after the other."""
     for number in meaning:
         key = _hash_key(key, jnp.uint32(0), number)
     return key
 
 
-def fold_pair(key: Array, first: Array, second: Array) -> Array:
+def fold_pair(key: Array, first: ArrayLike, second: ArrayLike) -> Array:
     """A key for two numbers at once, for half the price of folding in one after the other."""
     return _hash_key(key, jnp.asarray(first).astype("uint32") + 1, second)  # + 1: never the key of `fold`
 
 
 @jax.jit  # here and below: traced once per shape, not once per use
-def _hash_key(key: Array, first: Array, second: Array) -> Array:
+def _hash_key(key: Array, first: ArrayLike, second: ArrayLike) -> Array:
     if not _is_threefry(key):
         return jax.random.fold_in(jax.random.fold_in(key, first), second)
     words = jax.random.key_data(key)

@@ -298,18 +298,22 @@ class Rows:
 
 
 def _check_finite(columns: PyTree, sizes: np.ndarray, what: str) -> None:
-    """Refuse NaN and infinity, naming column, client and row; clients' rows lie side by side."""
+    """Refuse what is no number, NaN and infinity, naming column, client and row; clients' rows lie side by side."""
     offsets = np.cumsum(sizes) - sizes
     for path, column in jax.tree_util.tree_leaves_with_path(columns):
-        if not jnp.issubdtype(np.asarray(column).dtype, jnp.floating):
+        where = f"column {jax.tree_util.keystr(path) or '(the only one)'}"
+        kind = np.asarray(column).dtype
+        if kind.kind in "OSUMm":
+            raise UserError(f"the {what} hold no numbers in {where}, but {kind}; encode them as numbers first.")
+        if not jnp.issubdtype(kind, jnp.floating):
             continue
         finite = np.isfinite(np.asarray(column, float)).reshape(len(column), -1).all(1)
         if not finite.all():
             row = int(np.flatnonzero(~finite)[0])
             client = int(np.searchsorted(offsets, row, side="right")) - 1
             raise UserError(
-                f"the {what} hold a NaN or infinite value in column {jax.tree_util.keystr(path) or '(the only one)'}, "
-                f"client {client}, row {row - offsets[client]}; fill in or remove such rows first."
+                f"the {what} hold a NaN or infinite value in {where}, client {client}, row {row - offsets[client]}; "
+                "fill in or remove such rows first."
             )
 
 

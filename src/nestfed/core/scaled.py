@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from nestfed.core.types import Array
 
 LOWEST = -1e30  # the exponent of zero: finite, and below every other one
 

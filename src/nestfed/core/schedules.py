@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from nestfed.core.settings import static, struct
+from nestfed.core.settings import UserError, static, struct
 from nestfed.core.types import Array, ArrayLike
 
 
@@ -39,6 +39,10 @@ class Schedule:
     """Any function of the step index (an optax schedule, say) in place of a number: `lr=Schedule(function=...)`."""
 
     function: Callable[[Array], Array] = static()
+
+    def __post_init__(self):
+        if not callable(self.function):
+            raise UserError(f"Schedule: function={self.function!r} was given; give a function of the step index.")
 
     def __call__(self, t):
         return self.function(t)

@@ -23,6 +23,11 @@ class UserError(ValueError):
         return " ".join(super().__str__().splitlines())
 
 
+def first_line(error: Exception) -> str:
+    """What went wrong, to be told within a sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def suggest(name: str, known: Iterable[str], text: str = "; did you mean {!r}?", otherwise: str = ".") -> str:
     """The text with the known name that was probably meant, whatever its case; `otherwise` where none is like it."""
     lower = {one.lower(): one for one in known}
@@ -135,8 +140,9 @@ def _broken_rule(value: Any, rules: Mapping[str, Any], *, static: bool) -> str |
         return broken_range(value, rules)
     if rules["part"] is not None:
         part = rules["part"]
-        known = " or ".join(f"{kind.__name__}(...)" for kind in part.__subclasses__())
-        return None if isinstance(value, part) else f"a {part.__name__}: {known}"
+        records = [f"{kind.__name__}(...)" for kind in part.__subclasses__() if hasattr(kind, "__dataclass_fields__")]
+        wanted = f"a {part.__name__}" + (f": {' or '.join(records)}" if records else "")
+        return None if isinstance(value, part) else wanted
     if isinstance(value, str):
         return "a number or a schedule, not text"
     if static and isinstance(value, bool):

@@ -109,7 +109,10 @@ def _weights(weights: Any, data: Rows) -> np.ndarray:
             raise UserError(f"weights={weights!r} was given; use 'uniform', 'samples' or one number per client.")
         raw = np.ones(data.clients) if weights == "uniform" else np.asarray(data.sizes, float)
     else:
-        raw = np.asarray(weights, float)
+        raw = np.asarray(weights)
+        if raw.dtype.kind not in "biuf":
+            raise UserError(f"weights={weights!r} was given; use 'uniform', 'samples' or one number per client.")
+        raw = raw.astype(float)
     if raw.shape != (data.clients,):
         raise UserError(f"weights of shape {raw.shape} were given for {data.clients} clients; give one per client.")
     if not np.isfinite(raw).all() or (raw < 0).any() or raw.sum() == 0:

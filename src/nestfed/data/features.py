@@ -1,16 +1,26 @@
 """From columns to numbers.
 
 Recipes
-  standard            numbers standardised, their missing values filled with the median and marked by a column of their
+  standard            numbers standardised, their missing values filled with the mean and marked by a column of their
                       own; categories one-hot (a two-valued one gives one column), missing being a category
+  piecewise           numbers cut into bins: a bin's column is 0 below it, 1 above it and linear within, less the
+                      column's mean: the piecewise linear encoding of Gorishniy, Rubachev and Babenko, "On embeddings
+                      for numerical features in tabular deep learning", NeurIPS 2022, arXiv:2203.05556; the rest as in
+                      standard
   minimax-fair        as "Minimax group fairness" (Diana et al. 2021) prepares its data: categories one-hot as above,
                       coded attributes (A11, A410) replaced by their last digit, and every column divided by the power
                       of ten that brings its largest absolute value into [1, 10)
   minimax-fair-raw    the same without the division
 In all of them constant columns are left out, and a category not seen in `fit` gives zeros.
+
+An encoder needs no pooled rows. Every client gives its `Totals`; their sum tells it where to measure its `Spreads`; the
+sum of these, with the totals, makes the encoder. Both are sums, unions, least and largest values. `Encoder.fit` goes
+the same way with a table in one place.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -19,7 +29,187 @@ import pandas as pd
 from nestfed.core.settings import UserError, suggest
 from nestfed.data.table import NEAREST, Column, categories, columns_of, is_number, to_number
 
-RECIPES = ("standard", "minimax-fair", "minimax-fair-raw")
+RECIPES = ("standard", "piecewise", "minimax-fair", "minimax-fair-raw")
+BINS = 16  # of a number with many values
+CELLS = 2048  # of the histogram that their edges are taken from
+FINEST = 1e9  # the cells tell distances from the mean apart that are so much smaller than the range
+
+
+# ------------------------------------------------------------------------------------------------- what clients tell
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberTotals:
+    """What a client tells of a column of numbers. The extremes, gaps and values are those of all rows, so that every
+    split of a table has the same features; the rest is of the rows that count."""
+
+    rows: int  # that count, with gaps
+    known: int  # of them
+    total: float  # of the known ones
+    largest: float  # absolute value of the known ones
+    least: float
+    most: float
+    gaps: bool
+    values: frozenset[float] | None  # None if there are more than bins have edges
+    coded: bool  # text whose last digit is the value
+
+    @classmethod
+    def of(cls, values: Column, counted: np.ndarray, *, coded: bool) -> Self:
+        numbers = read_numbers(values, coded)
+        missing = np.isnan(numbers)
+        known, inside = np.unique(numbers[~missing]), numbers[counted & ~missing]
+        return cls(
+            rows=int(counted.sum()),
+            known=inside.size,
+            total=float(inside.sum()),
+            largest=float(np.abs(inside).max(initial=0.0)),
+            least=float(known.min(initial=np.inf)),
+            most=float(known.max(initial=-np.inf)),
+            gaps=bool(missing.any()),
+            values=_few(frozenset(known[: BINS + 2].tolist())),
+            coded=coded,
+        )
+
+    def __add__(self, other: "NumberTotals") -> "NumberTotals":
+        return NumberTotals(
+            rows=self.rows + other.rows,
+            known=self.known + other.known,
+            total=self.total + other.total,
+            largest=max(self.largest, other.largest),
+            least=min(self.least, other.least),
+            most=max(self.most, other.most),
+            gaps=self.gaps or other.gaps,
+            values=None if self.values is None or other.values is None else _few(self.values | other.values),
+            coded=self.coded,
+        )
+
+    @property
+    def mean(self) -> float:
+        """It stands for missing values too: a median is no sum."""
+        return self.total / self.known if self.known else 0.0
+
+    @property
+    def constant(self) -> bool:
+        return not self.least < self.most
+
+    @property
+    def marked(self) -> bool:
+        """Some values are missing, and not all."""
+        return self.gaps and self.least <= self.most
+
+
+def _few(values: frozenset[float]) -> frozenset[float] | None:
+    return values if len(values) <= BINS + 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelTotals:
+    """The categories that a client has in a column."""
+
+    levels: frozenset[str]
+
+    @classmethod
+    def of(cls, values: Column) -> Self:
+        return cls(frozenset(categories(values)[1]))
+
+    def __add__(self, other: "LevelTotals") -> "LevelTotals":
+        return LevelTotals(self.levels | other.levels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What a client tells first, column by column."""
+
+    recipe: str
+    columns: Mapping[str, NumberTotals | LevelTotals]
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame, recipe: str, counted: np.ndarray) -> Self:
+        columns: dict[str, NumberTotals | LevelTotals] = {}
+        for name, values in columns_of(frame):
+            coded = recipe.startswith("minimax-fair") and not is_number(values) and is_coded(values)
+            number = coded or is_number(values)
+            columns[name] = NumberTotals.of(values, counted, coded=coded) if number else LevelTotals.of(values)
+        return cls(recipe, columns)
+
+    def __add__(self, other: "Totals") -> "Totals":
+        columns: dict[str, NumberTotals | LevelTotals] = {}
+        for name, mine in self.columns.items():
+            theirs = other.columns[name]
+            if isinstance(mine, NumberTotals) and isinstance(theirs, NumberTotals):
+                columns[name] = mine + theirs
+            elif isinstance(mine, LevelTotals) and isinstance(theirs, LevelTotals):
+                columns[name] = mine + theirs
+            else:
+                raise UserError(
+                    f"column {name!r} holds numbers at one client and text at another; make it the same everywhere."
+                )
+        return Totals(self.recipe, columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How a client's known values of a column lie around the mean of all clients'. The cells of its histogram are
+    narrow at the mean and ever wider outwards, so that they suit values of any scale."""
+
+    squares: float  # sum of squared distances
+    counts: np.ndarray  # of the values in every cell; the recipes without bins have no cells
+    sums: np.ndarray  # of the values in every cell
+
+    @classmethod
+    def of(cls, values: Column, counted: np.ndarray, totals: NumberTotals, *, cells: int) -> Self:
+        numbers = read_numbers(values, totals.coded)[counted]
+        numbers = numbers[~np.isnan(numbers)]
+        away = numbers - totals.mean
+        if cells == 0:
+            return cls(float((away**2).sum()), np.zeros(0), np.zeros(0))
+        reach = (totals.most - totals.least) or 1.0
+        place = np.arcsinh(FINEST * away / reach) / np.arcsinh(FINEST)  # from -1 to 1
+        cell = np.minimum((place + 1) / 2 * cells, cells - 1).astype(int)
+        counts, sums = np.bincount(cell, minlength=cells), np.bincount(cell, numbers, cells)
+        return cls(float((away**2).sum()), counts.astype(float), sums)
+
+    def __add__(self, other: "Spread") -> "Spread":
+        return Spread(self.squares + other.squares, self.counts + other.counts, self.sums + other.sums)
+
+    @property
+    def values(self) -> np.ndarray:
+        """The mean of every cell that is not empty, in rising order."""
+        filled = self.counts > 0
+        return self.sums[filled] / self.counts[filled]
+
+    def edges(self, bins: int = BINS) -> tuple[float, ...]:
+        """Of so many bins. Each has the same share of the square roots of the cells' counts: bins are narrow where rows
+        are many, and rare values still have bins of their own. With too few cells the last bins are empty."""
+        values, mass = self.values, np.sqrt(self.counts[self.counts > 0])
+        steps, last = np.arange(bins + 1), max(values.size - 1, 0)
+        inner = np.searchsorted(np.cumsum(mass), mass.sum() * steps[1:-1] / bins)
+        chosen = np.maximum.accumulate(np.array([0, *inner, last]) - steps) + steps  # no edge twice
+        return tuple(values[np.minimum(chosen, last)].tolist()) if values.size else (0.0,) * (bins + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spreads:
+    """What a client tells next, of its columns of numbers."""
+
+    columns: Mapping[str, Spread]
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame, totals: Totals, counted: np.ndarray) -> Self:
+        """`totals` are those of all clients."""
+        columns: dict[str, Spread] = {}
+        for name, known in totals.columns.items():
+            if isinstance(known, NumberTotals):
+                columns[name] = Spread.of(
+                    frame[name], counted, known, cells=CELLS if totals.recipe == "piecewise" else 0
+                )
+        return cls(columns)
+
+    def __add__(self, other: "Spreads") -> "Spreads":
+        return Spreads({name: mine + other.columns[name] for name, mine in self.columns.items()})
+
+
+# ------------------------------------------------------------------------------------------------- features
 
 
 class Feature(Protocol):
@@ -56,21 +246,14 @@ class Number:
     coded: bool  # text whose last digit is the value
 
     @classmethod
-    def fit(cls, values: Column, recipe: str, rows: np.ndarray, *, coded: bool = False) -> Self:
-        numbers = read_numbers(values, coded)
-        missing = np.isnan(numbers)
-        constant = len(np.unique(numbers[~missing])) < 2
-        known = numbers[rows & ~missing]
-        fill = float(np.median(known)) if known.size else 0.0
-        filled = np.where(missing, fill, numbers)[rows]
+    def fit(cls, name: str, recipe: str, totals: NumberTotals, spread: Spread) -> Self:
         centre, scale = 0.0, 1.0
         if recipe == "standard":
-            centre, scale = float(filled.mean()), float(filled.std())
-        elif recipe != "minimax-fair-raw" and filled.any():
-            scale = float(10.0 ** np.floor(np.log10(np.abs(filled).max())))
+            centre, scale = totals.mean, float(np.sqrt(spread.squares / max(totals.rows, 1)))
+        elif recipe != "minimax-fair-raw" and totals.largest:
+            scale = float(10.0 ** np.floor(np.log10(totals.largest)))
         # A column may vary as a whole and be constant in the rows that count: then there is nothing to divide by.
-        marked = bool(missing.any() and not missing.all())
-        return cls(str(values.name), centre, scale or 1.0, fill, constant, marked, coded)
+        return cls(name, centre, scale or 1.0, totals.mean, totals.constant, totals.marked, totals.coded)
 
     @property
     def numeric(self) -> bool:
@@ -88,6 +271,45 @@ class Number:
 
 
 @dataclasses.dataclass(frozen=True)
+class Bins:
+    """One column per bin, 0 for values below it, 1 for those above it and linear within, less its mean."""
+
+    name: str
+    edges: tuple[float, ...]
+    means: tuple[float, ...]  # of the columns
+    fill: float  # stands for missing values
+    mark_missing: bool
+
+    @classmethod
+    def fit(cls, name: str, totals: NumberTotals, spread: Spread) -> Self:
+        edges = spread.edges() if totals.values is None else tuple(sorted(totals.values))
+        share = spread.counts[spread.counts > 0] / max(totals.known, 1)
+        means = [float(share @ _fill_bin(spread.values, low, high)) for low, high in itertools.pairwise(edges)]
+        return cls(name, edges, tuple(means), totals.mean, totals.marked)
+
+    @property
+    def numeric(self) -> bool:
+        return True
+
+    @property
+    def names(self) -> list[str]:
+        bins = [f"{self.name} {low:g} to {high:g}" for low, high in itertools.pairwise(self.edges)]
+        return bins + [f"{self.name} missing"] * self.mark_missing
+
+    def encode(self, values: Column) -> list[np.ndarray]:
+        numbers = read_numbers(values, coded=False)
+        missing = np.isnan(numbers)
+        numbers = np.where(missing, self.fill, numbers)
+        bounds = zip(itertools.pairwise(self.edges), self.means, strict=True)
+        return [_fill_bin(numbers, *edges) - mean for edges, mean in bounds] + [missing] * self.mark_missing
+
+
+def _fill_bin(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
+    """How far every number fills the bin; an empty one has no width, and nothing fills it."""
+    return np.clip((numbers - low) / (high - low), 0, 1) if low < high else np.zeros_like(numbers)
+
+
+@dataclasses.dataclass(frozen=True)
 class Category:
     """One 0/1 column per level; two levels need only one column, of the second."""
 
@@ -99,8 +321,8 @@ class Category:
         return False
 
     @classmethod
-    def fit(cls, values: Column) -> Self:
-        return cls(str(values.name), tuple(sorted(categories(values)[1])))
+    def fit(cls, name: str, totals: LevelTotals) -> Self:
+        return cls(name, tuple(sorted(totals.levels)))
 
     @property
     def first(self) -> int:
@@ -125,7 +347,11 @@ class Encoder:
     recipe: str
     columns: tuple[Feature, ...]
 
-    kinds: ClassVar[dict[str, type]] = {"levels": Category, "centre": Number}  # by a field that no other has
+    kinds: ClassVar[dict[str, type]] = {
+        "levels": Category,
+        "centre": Number,
+        "edges": Bins,
+    }  # by a field that no other has
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -138,20 +364,25 @@ class Encoder:
     def fit(cls, frame: pd.DataFrame, recipe: str = "standard", *, rows: np.ndarray | None = None) -> "Encoder":
         """Learn the columns of `frame`.
 
-        rows   mask of the rows that means, deviations and medians are taken from (all if None). Which categories and
-               gaps there are is taken from all rows, so that every split of a table has the same features.
+        rows   mask of the rows that means, deviations and bins are taken from (all if None). Which categories and gaps
+               there are is taken from all rows, so that every split of a table has the same features.
         """
-        if recipe not in RECIPES:
-            raise UserError(
-                f"unknown recipe {recipe!r}{suggest(recipe, RECIPES, *NEAREST)}; the recipes are {', '.join(RECIPES)}."
-            )
         rows = np.ones(len(frame), bool) if rows is None else rows
-        columns = []
-        for _, values in columns_of(frame):
-            coded = recipe.startswith("minimax-fair") and not is_number(values) and is_coded(values)
-            number = coded or is_number(values)
-            columns.append(Number.fit(values, recipe, rows, coded=coded) if number else Category.fit(values))
-        return cls(recipe, tuple(columns))
+        totals = Totals.of(frame, check_recipe(recipe), rows)
+        return cls.from_sums(totals, Spreads.of(frame, totals, rows))
+
+    @classmethod
+    def from_sums(cls, totals: Totals, spreads: Spreads) -> "Encoder":
+        """Make the encoder of what all clients told."""
+        columns: list[Feature] = []
+        for name, known in totals.columns.items():
+            if isinstance(known, LevelTotals):
+                columns.append(Category.fit(name, known))
+            elif totals.recipe == "piecewise":
+                columns.append(Bins.fit(name, known, spreads.columns[name]))
+            else:
+                columns.append(Number.fit(name, totals.recipe, known, spreads.columns[name]))
+        return cls(totals.recipe, tuple(columns))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain text and numbers, for files."""
@@ -194,6 +425,14 @@ class Encoder:
         for i, part in enumerate(encoded):
             out[:, i] = part
         return out
+
+
+def check_recipe(recipe: str) -> str:
+    if recipe not in RECIPES:
+        raise UserError(
+            f"unknown recipe {recipe!r}{suggest(recipe, RECIPES, *NEAREST)}; the recipes are {', '.join(RECIPES)}."
+        )
+    return recipe
 
 
 def is_coded(values: Column) -> bool:

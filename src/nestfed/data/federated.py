@@ -45,6 +45,7 @@ def federate(
     keep_group: bool = False,
     seed: int = 0,
     balanced: bool = True,
+    validation_fraction: float | None = None,
     by_group: bool = True,
     positives: bool = True,
 ) -> Federated:
@@ -54,9 +55,10 @@ def federate(
     partition      see `assign`; None: by the table's client column if it has one, otherwise "iid"
     clients        their number; None: three, or as many as there are ratios or names
     test_fraction  cut from each group separately, so that all seeds have the same number of test rows per group
-    recipe         see `features`; "standard" takes means from the training rows, the others from all rows as published
+    recipe         see `features`; means and bins are taken from the training rows, as published ones from all rows
     keep_group     keep the group column as a feature
     balanced       the validation rows have equal numbers of each group; False: as many rows, drawn regardless of group
+    validation_fraction  in place of both: this share of every client's rows of every group that are no test rows
     by_group       False: splits take no notice of groups, and without `group` all rows are one
     positives      every client needs a positive training row
     """
@@ -77,16 +79,19 @@ def federate(
         strata=test,
         needed=~test & (label == 1) if positives else None,
     )
-    validation = rules.balanced_validation(strata, client, ~test, seed)
-    if not balanced:
+    if validation_fraction is None:
+        validation = rules.balanced_validation(strata, client, ~test, seed)
+    else:
+        validation = rules.proportional_validation(strata, client, ~test, seed, validation_fraction)
+    if not balanced and validation_fraction is None:
         validation = _plain_validation(validation, client, ~test, seed)
     part = np.select([test, validation], [TEST, VALIDATION], TRAIN).astype(np.int8)
     _check_clients(client, part, label if positives else None, client_names)
 
     columns = table.features(without=() if keep_group else group_columns)
     frame = table.frame.reindex(columns=columns)
-    training = part == TRAIN if recipe == "standard" else None
-    encoder = Encoder.fit(frame, recipe, rows=training)
+    published = recipe.startswith("minimax-fair")
+    encoder = Encoder.fit(frame, recipe, rows=None if published else part == TRAIN)
     return Federated(
         inputs=encoder.transform(frame),
         label=label,

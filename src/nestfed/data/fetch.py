@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from nestfed.core.settings import UserError
+from nestfed.core.settings import UserError, first_line
 
 REMEDY = "Nothing was changed: replace or remove it, or set NESTFED_DATA to a folder with the official file."
 
@@ -71,10 +71,6 @@ def obtain(
         for file, content in contents.items():
             _write(cache / file, content)
     return made
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _check_sums(official: Official, contents: dict[str, bytes], where: str) -> None:

@@ -22,10 +22,10 @@ from jax import lax
 
 from nestfed.core.randomness import random_indices
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, suggest
+from nestfed.core.settings import UserError, first_line, suggest
 from nestfed.core.types import AnyArray, Array
 from nestfed.data import partition as rules
-from nestfed.data.fetch import REMEDY, Official, first_line, obtain
+from nestfed.data.fetch import REMEDY, Official, obtain
 from nestfed.data.partition import TRAIN
 from nestfed.data.table import NEAREST
 

@@ -319,6 +319,18 @@ def balanced_validation(
     return mask
 
 
+def proportional_validation(
+    groups: np.ndarray, client: np.ndarray, available: np.ndarray, seed: int, share: float
+) -> np.ndarray:
+    """Mask of validation rows: the rounded share of every client's `available` rows of every group, so that rates of a
+    group are those of the population."""
+    cell = client * (groups.max() + 1) + groups
+    number = np.rint(share * np.bincount(cell[available], minlength=cell.max() + 1)).astype(int)[cell]
+    mask = np.zeros(len(groups), bool)
+    mask[available] = ranks(cell[available], generator(seed, _VALIDATION)) < number[available]
+    return mask
+
+
 def ranks(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Each row's place (from 0) in a random order of the rows with its value."""
     order = random.permutation(len(values))

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.core.settings import UserError, suggest
-from nestfed.data.fetch import REMEDY, Official, first_line, obtain
+from nestfed.core.settings import UserError, first_line, suggest
+from nestfed.data.fetch import REMEDY, Official, obtain
 from nestfed.data.table import NEAREST, Table
 
 UCI = "https://archive.ics.uci.edu/static/public"

@@ -81,21 +81,19 @@ class Table:
     def group_of_rows(self, group: str | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
         """Each row's group, int32 [rows], numbered in order of first appearance, and the names of the groups."""
         columns = self.group_columns(group)
-        parts = [categories(self.column(column)) for column in columns]
-        joined = pd.MultiIndex.from_arrays([np.asarray(names, object)[codes] for codes, names in parts])
-        codes, values = pd.factorize(joined)
+        codes, names = name_groups([self.column(column) for column in columns])
         title = "+".join(columns)
-        if len(values) < 2:
+        if len(names) < 2:
             raise UserError(
-                f"{self.name}: {title!r} has one group only ({listing(map(' + '.join, values))}); "
+                f"{self.name}: {title!r} has one group only ({listing(names)}); "
                 "fairness compares groups: choose a column with at least two values."
             )
-        if len(values) > MOST_GROUPS:
+        if len(names) > MOST_GROUPS:
             raise UserError(
-                f"{self.name}: {title!r} has {len(values)} different values, at most {MOST_GROUPS} groups can be "
+                f"{self.name}: {title!r} has {len(names)} different values, at most {MOST_GROUPS} groups can be "
                 "compared; choose another column, or cut its values into ranges first."
             )
-        return codes.astype(np.int32), tuple(" + ".join(value) for value in values)
+        return codes.astype(np.int32), names
 
     def features(self, without: Sequence[str] = ()) -> list[str]:
         """The columns that may be features, in the table's order."""
@@ -164,6 +162,14 @@ def categories(values: Column) -> tuple[np.ndarray, list[str]]:
     # Different values may have one name (1 and 1.0, or the text "missing" beside missing values).
     merged, names = pd.factorize(np.array([value_name(value) for value in distinct], object))
     return merged[codes], list(names)
+
+
+def name_groups(columns: Sequence[Column]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Each row's group as a number, in order of first appearance, and the groups' names: values joined by " + "."""
+    parts = [categories(column) for column in columns]
+    joined = pd.MultiIndex.from_arrays([np.asarray(names, object)[codes] for codes, names in parts])
+    codes, values = pd.factorize(joined)
+    return codes, tuple(" + ".join(value) for value in values)
 
 
 def value_name(value: Any) -> str:

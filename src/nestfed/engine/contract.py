@@ -61,12 +61,15 @@ def kind_of(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) ->
 
 def check_match(algorithm: Algorithm, task: Task) -> None:
     """Does this algorithm solve this kind of problem, with settings in range?"""
-    name, problem = type(algorithm).__name__, task.problem
     if isinstance(algorithm, type) or not isinstance(algorithm, Algorithm):
         given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else repr(algorithm)
         raise UserError(f"{given} was given as the algorithm; give an object, such as nestfed.make('fedavg', lr=0.1).")
+    if not isinstance(task, Task):
+        given = f"the class {task.__name__}" if isinstance(task, type) else f"a {type(task).__name__}"
+        raise UserError(f"{given} was given as the task; make one with nestfed.Task.create(problem, data, params).")
     check_registered(algorithm)
     validate(algorithm)
+    name, problem = type(algorithm).__name__, task.problem
     if algorithm.family != problem.family:
         raise UserError(
             f"{name} solves {algorithm.family} problems; the task's {type(problem).__name__} is {problem.family}. "

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypedDict
 
 import jax
@@ -91,6 +92,17 @@ class Options:
         validate(self)
         if self.evaluate_every is not None:
             check_positive("evaluate_every", self.evaluate_every)
+        if self.metrics is not None and not callable(self.metrics):
+            raise UserError(
+                f"metrics={self.metrics!r} was given; give a function (task, server, client, data, fed) -> dict."
+            )
+        for name in ("unsynced", "resume"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} was given; it must be True or False.")
+        if self.progress not in (None, True, False):
+            raise UserError(f"progress={self.progress!r} was given; it must be True, False or None.")
+        if not isinstance(self.checkpoint, (str, Path, NoneType)):
+            raise UserError(f"checkpoint={self.checkpoint!r} was given; give the path of a file.")
         transforms_of(self.uploads)
         if (self.output == "best") != (self.select is not None):
             raise UserError("output='best' goes with select=<name of a metric on validation data>, and only with it.")

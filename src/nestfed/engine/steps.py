@@ -258,8 +258,8 @@ class Transit:
     def __init__(self, call: Call, index: Any, id: Array, notes: _NoteBook):
         self.call, self.index, self.notes, self.number = call, index, notes, 0
         # The run's seed draws what may be known, such as which numbers of an upload are sent.
-        own = lambda key: None if key is None else fold(key, UPLOAD, call.round + 1, id, index)
-        self.keys = own(call.key), own(call.noise)
+        own = lambda key: fold(key, UPLOAD, call.round + 1, id, index)
+        self.keys = own(call.key), None if call.noise is None else own(call.noise)
 
     def mean(self, exchange: Exchange, tree: PyTree, around: PyTree) -> PyTree:
         treatment = treatment_of(self.call, self.index, self.number)

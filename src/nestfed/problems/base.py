@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from nestfed.core.algorithm import Fed
 from nestfed.core.rows import ClientRows, Layout, Rows
-from nestfed.core.settings import UserError, check_registered, static, struct
+from nestfed.core.settings import UserError, check_registered, first_line, static, struct
 from nestfed.core.types import Array, PyTree
 
 Functions = Iterable[tuple[str, int | None, Callable]]  # (name, axes of the result or None, batch -> result)
@@ -155,12 +155,9 @@ class Problem:
                 "int(), numpy); use jax.numpy throughout."
             )
         shapes = jax.tree.map(lambda a: a.shape, batch)
-        return (
-            f"failed on a batch of shapes {shapes} and parameters of shapes "
-            f"{[layout.shapes for layout in self.layouts]}: {first_line(error)}. Do the starting point and the columns "
-            "of the data fit together?"
-        )
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        met = f"a batch of shapes {shapes} and parameters of shapes {[layout.shapes for layout in self.layouts]}"
+        if isinstance(error, (TypeError, ValueError, LookupError)):
+            return (
+                f"failed on {met}: {first_line(error)}. Do the starting point and the columns of the data fit together?"
+            )
+        return f"failed on {met}: {type(error).__name__}: {first_line(error)}."

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from nestfed.core.algorithm import Sample
-from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.settings import UserError, first_line, setting, struct
 from nestfed.core.types import Array, PyTree
-from nestfed.problems.base import Functions, Problem, first_line, oracle
+from nestfed.problems.base import Functions, Problem, oracle
 
 
 @struct

@@ -28,6 +28,7 @@ AXES = {
     "bytes": "bytes sent and received, all clients",
     "oracle_calls": "oracle calls, all clients",
 }
+WAY_COLOURS = ("#0072B2", "#5C6670", "#D55E00", "#009E73")  # of ways to make a candidate
 MANY = 24  # slices: more are drawn as a cloud of dots
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -298,6 +299,32 @@ def chart(record: Record) -> Figure:
     return figure
 
 
+def draw_candidates(record: Record) -> Figure:
+    """Accuracy against gap of the models among which methods chose, on validation rows (they decide) and test rows."""
+    table, limit = record.candidates, record.settings.get("limit")
+    with _style():
+        figure = Figure(figsize=(9.2, 4.2), layout="constrained")
+        panels = figure.subplots(1, 2, sharex=True, sharey=True)
+        for axes, part in zip(panels, ("validation", "test"), strict=True):
+            across, up = f"{part}_gap", f"{part}_accuracy"
+            for way, colour, marker in zip(table["way"].unique(), WAY_COLOURS, "osD^", strict=False):
+                own: Any = table[table["way"] == way]
+                means = own.groupby("number")[[across, up]].mean()
+                axes.plot(means[across], means[up], marker=marker, color=colour, linewidth=1.2, markersize=6, label=way)
+            chosen = table[table["chosen"]]
+            star = {"color": INK, "markersize": 15, "markerfacecolor": "none"}
+            axes.plot(chosen[across], chosen[up], "*", label="chosen, by seed", **star)
+            if limit is not None:
+                axes.axvline(limit, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="limit")
+            axes.set_title(f"{part} rows")
+            axes.set_xlabel("gap between groups (lower is better)")
+            axes.grid(visible=True, axis="both")
+        panels[0].set_ylabel("accuracy (higher is better)")
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    return figure
+
+
 def draw_holdings(holdings: pd.DataFrame) -> Figure:
     """Who holds what: rows per client and group, and each client's share of positive labels if there are labels.
 
@@ -419,6 +446,8 @@ def write_all(record: Record, folder: Path) -> list[Path]:
         made["trade-off"] = trade_off(record)
     if record.chart is not None:
         made[record.chart.name] = chart(record)
+    if len(record.candidates):
+        made["candidates"] = draw_candidates(record)
     if len(record.holdings):
         made["holdings"] = draw_holdings(record.holdings)
     return [path for stem, figure in made.items() for path in write(figure, folder, stem)]

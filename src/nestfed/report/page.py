@@ -4,6 +4,8 @@ Tables, marks and holdings are written here and need no script. Curves, bars and
 the numbers embedded as JSON: means and spreads over seeds, thinned out, never the single runs.
 """
 
+import base64
+import io
 import json
 import math
 from collections.abc import Iterable
@@ -17,7 +19,7 @@ import tomli_w
 from markupsafe import Markup
 
 from nestfed.report import statistics, tables
-from nestfed.report.figures import AXES, looks_of, metric_title
+from nestfed.report.figures import AXES, draw_candidates, looks_of, metric_title
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record
 from nestfed.report.style import GROUP_COLOURS, duration, numbers, spread, title_of
@@ -25,7 +27,10 @@ from nestfed.report.style import GROUP_COLOURS, duration, numbers, spread, title
 POINTS = 400  # of a line, at most
 NUMBERS = 60_000  # of all lines, at most: a page stays below a megabyte
 MANY_CLIENTS = 30  # more are drawn as one picture instead of a bar each
-SHOWN_ELSEWHERE = {"title", "command", "methods", "baseline", "metrics", "notes", "versions", "format", "chart"}
+SHOWN_ELSEWHERE = {
+    "title", "command", "methods", "baseline", "metrics", "notes", "versions", "format", "chart", "gains", "references",
+    "tuned",
+}  # fmt: skip
 TITLES = {"name": "run", "seconds": "wall time", "started": "started"}
 
 
@@ -52,8 +57,10 @@ def render(record: Record) -> str:
         metrics=record.metrics,
         baseline=statistics.baseline_of(record),
         rows=_headline_rows(record, table),
+        gains=statistics.find_gains(record),
         undrawn=_undrawn(record),
         chart=_chart(record),
+        candidates=_candidates(record),
         slice_tables={kind: tables.slices(record, kind)[1] for kind in record.slices["kind"].unique()},
         holdings=_holdings(record.holdings),
         cost=tables.cost(record)[1] if record.cost else None,
@@ -310,6 +317,21 @@ def _chart(record: Record) -> dict[str, Any] | None:
         for name in table["slice"].unique()
     ]
     return {"about": record.chart, "panels": panels}
+
+
+# ------------------------------------------------------------------------------------------------- candidates
+
+
+def _candidates(record: Record) -> dict[str, Any] | None:
+    """The figure, as an address that holds it, and the table."""
+    if record.candidates.empty:
+        return None
+    content = io.BytesIO()
+    draw_candidates(record).savefig(content, format="svg", metadata={"Date": None})
+    return {
+        "figure": f"data:image/svg+xml;base64,{base64.b64encode(content.getvalue()).decode()}",
+        "table": tables.candidates(record)[1],
+    }
 
 
 # ------------------------------------------------------------------------------------------------- who holds what

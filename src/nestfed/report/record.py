@@ -6,9 +6,11 @@ history.parquet    one row per method, seed, stage and evaluation
 final.parquet      one row per method and seed: the metrics of the output
 slices.parquet     the same for parts of the data: groups, clients
 holdings.parquet   who holds what
+candidates.parquet      the models among which a method chose, where one did
 lines.parquet      lines that the task draws of final models (precision against recall), where it has any
 cost.json          the ledger of every method and stage
 models/            the final model of every method and seed
+tuned.json         what was chosen before training, and from what
 checkpoints/       what a killed run resumes from
 report.html, figures/, tables/        made from the above by `nestfed report`
 """
@@ -43,6 +45,8 @@ class Record:
                began?), and one column per metric
     slices     method, seed, kind ("group", "client"), slice, split ("train", "validation", "test"), metric, value
     holdings   seed, client, group, label, part ("train", "validation", "test"), rows
+    candidates method, seed, number, way (how it was made), aim, then gap and accuracy on every part (train_gap, ...),
+               bound (of the gap, on validation rows), chosen
     lines      method, seed, slice, x, y: the lines of the chart; x has the same values in all of a slice's lines
     """
 
@@ -54,6 +58,7 @@ class Record:
     holdings: pd.DataFrame
     cost: dict[str, Any]  # method -> stage -> ledger
     lines: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=pd.Index(LINE_COLUMNS)))
+    candidates: pd.DataFrame = dataclasses.field(default_factory=pd.DataFrame)
 
     @property
     def metrics(self) -> list[Metric]:
@@ -79,8 +84,9 @@ class Record:
         replace_file(folder / "cost.json", json.dumps(self.cost, indent=2).encode())
         for name in TABLES:
             replace_file(folder / f"{name}.parquet", getattr(self, name).to_parquet(index=False))
-        if len(self.lines):
-            replace_file(folder / LINES, self.lines.to_parquet(index=False))
+        for name in SOMETIMES:
+            if len(table := getattr(self, name)):
+                replace_file(folder / f"{name}.parquet", table.to_parquet(index=False))
 
     @classmethod
     def load(cls, folder: Path) -> "Record":
@@ -97,7 +103,7 @@ class Record:
                 about=about,
                 cost=json.loads(text("cost.json")),
                 **{name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES},
-                **({"lines": pd.read_parquet(folder / LINES)} if (folder / LINES).exists() else {}),
+                **{name: pd.read_parquet(file) for name in SOMETIMES if (file := folder / f"{name}.parquet").exists()},
             )
         except (OSError, ValueError) as error:
             raise UserError(
@@ -107,7 +113,7 @@ class Record:
 
 
 TABLES = ("history", "final", "slices", "holdings")
-LINES = "lines.parquet"
+SOMETIMES = ("lines", "candidates")  # tables that not every run has
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -14,6 +14,7 @@ from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes a sec
 from nestfed.core.settings import UserError
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record
+from nestfed.report.style import numbers
 
 CONFIDENCE = 0.95
 STATISTICS = ("mean", "std", "n", "difference", "low", "high", "p", "pairs")
@@ -128,6 +129,38 @@ def _compare(own: pd.Series, reference: pd.Series | None, metric: Metric) -> dic
     mean, std = (good.mean(), good.std(ddof=0)) if len(good) else (np.nan, np.nan)
     numbers = (mean, std, len(good), *(NO_PAIRS if reference is None else pair(own, reference)))
     return {f"{metric.name} {name}": value for name, value in zip(STATISTICS, numbers, strict=True)}
+
+
+def find_gains(record: Record) -> dict[str, str]:
+    """A plain sentence for every method: what it gained over the methods that one would take anyhow (`references` of
+    the record: FedAvg, local training), in the first metric."""
+    metric, good = record.metrics[0], select_finished(record)
+    values = {method: _column(rows(good, method=method).set_index("seed"), metric) for method in record.methods}
+    baseline = baseline_of(record)
+    references = record.about.get("references", [] if baseline is None else [baseline])
+    said = {}
+    for method in record.methods:
+        others = [other for other in references if other != method and other in record.methods]
+        if not len(_finite(values[method])):
+            said[method] = f"{record.title(method)}: no seed has a result."
+        elif others:
+            compared = lambda other: pair(values[method], values[other])
+            parts = [_describe_gain(compared(other), record.title(other), metric) for other in others]
+            said[method] = f"{record.title(method)}, {metric.title}: {'; '.join(parts)}."
+    return said
+
+
+def _describe_gain(found: Paired, other: str, metric: Metric) -> str:
+    if found.n == 0:
+        return f"no seed in common with {other}"
+    size, mean, low, high = numbers([abs(found.mean), found.mean, found.low, found.high], metric.digits)
+    if found.n == 1:
+        return f"no clear gain over {other} ({mean} in one seed; an interval needs several: --seeds 3)"
+    interval = f"95 % interval {low} to {high}, {found.n} seeds"
+    if not found.clear:
+        return f"no clear gain over {other} ({mean}, {interval})"
+    better = (found.mean > 0) == (metric.better == "higher")
+    return f"{'better' if better else 'worse'} than {other} by {size} ({interval})"
 
 
 class Entry(NamedTuple):

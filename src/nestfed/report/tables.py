@@ -11,7 +11,7 @@ from nestfed.report import statistics
 from nestfed.report.record import Record
 from nestfed.report.style import amount, file_name, number, numbers, spread, title_of
 
-NAMES = ("method", "stage", "part", "metric", "group", "client", "split", "slice", "kind")  # columns of words
+NAMES = ("method", "way", "stage", "part", "metric", "group", "client", "split", "slice", "kind")  # columns of words
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|&!~$])")
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -101,6 +101,10 @@ def headline(record: Record) -> tuple[pd.DataFrame, pd.DataFrame]:
         if baseline:
             column = f"{metric.title}: difference to {record.title(baseline)}"
             columns[column] = [difference(row.paired, metric.digits) for row in rows]
+    tuned = record.about.get("tuned", {})
+    if tuned:
+        chosen = lambda method: ", ".join(f"{key} {one['chosen']:g}" for key, one in tuned.get(method, {}).items())
+        columns["chosen settings"] = [chosen(method) or "–" for method in table.index]
     for column in ("failed", "above start"):
         if any(table[column]):
             columns[column] = [str(count) for count in table[column]]
@@ -173,12 +177,33 @@ def holdings(record: Record) -> tuple[pd.DataFrame, pd.DataFrame]:
     return frame, by_group.assign(rows=shown.sum(axis=1)).reset_index()
 
 
+def candidates(record: Record) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The models among which methods chose; for readers means over seeds, and how often each was chosen."""
+    frame = record.candidates
+    grouped: Any = frame.groupby(["method", "number", "way"], sort=False)
+    means = grouped.mean(numeric_only=True).drop(columns="seed").reset_index()
+    text = lambda column: [number(value) for value in means[column]]
+    columns = ("validation_gap", "bound", "validation_accuracy", "test_gap", "test_accuracy")
+    shown = pd.DataFrame(
+        {
+            "method": [record.title(method) for method in means["method"]],
+            "way": means["way"],
+            "trained for a gap of": text("aim"),
+        }
+        | {title_of(column): text(column) for column in columns}
+        | {"chosen": grouped["chosen"].sum().to_numpy()}
+    )
+    return frame, shown
+
+
 def write_all(record: Record, folder: Path) -> list[Path]:
     made = {"headline": headline(record)}
     if record.cost:
         made["cost"] = cost(record)
     for kind in record.slices["kind"].unique():
         made[file_name("slices", kind)] = slices(record, kind)
+    if len(record.candidates):
+        made["candidates"] = candidates(record)
     if len(record.holdings):
         made["holdings"] = holdings(record)
     return [path for stem, (frame, shown) in made.items() for path in write(frame, folder, stem, shown=shown)]

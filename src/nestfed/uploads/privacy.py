@@ -161,7 +161,7 @@ Uploads = Transform | Guarantee | Sequence[Transform | Guarantee]
 
 
 def _list(uploads: Any) -> tuple[Any, ...]:
-    return (uploads,) if isinstance(uploads, (Transform, Guarantee)) else tuple(uploads)
+    return tuple(uploads) if isinstance(uploads, (tuple, list)) else (uploads,)
 
 
 def guarantee_of(uploads: Uploads) -> Guarantee | None:

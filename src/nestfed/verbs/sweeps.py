@@ -75,7 +75,10 @@ def sweep(
     chosen = make_options(options, changes)
     if chosen.checkpoint is not None or chosen.resume:
         raise UserError("checkpoint or resume was given, but a sweep keeps no checkpoint; simulate keeps one.")
-    if not settings or not seeds:
+    for name, value in (("settings", settings), ("seeds", seeds)):
+        if isinstance(value, str) or not isinstance(value, (Sequence, np.ndarray)):
+            raise UserError(f"{name}={value!r} was given to a sweep; give a list of them.")
+    if not len(settings) or not len(seeds):
         raise UserError("a sweep needs at least one setting and one seed.")
     tasks = [task] if isinstance(task, Task) else list(task)
     batch = _TaskBatch.share(tasks[0]) if isinstance(task, Task) else _TaskBatch.join(tasks, len(seeds))

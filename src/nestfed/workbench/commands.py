@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import glob
 import itertools
+import json
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +27,13 @@ from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
 from nestfed.report.search import sweep_figure
+from nestfed.report.style import duration
 from nestfed.verbs.cost import measure
 from nestfed.verbs.simulation import start
+from nestfed.workbench import tuning
 from nestfed.workbench.fields import options_of, read_settings
 from nestfed.workbench.request import Request
-from nestfed.workbench.results import make_record
+from nestfed.workbench.results import add_gains, make_record
 from nestfed.workbench.stages import (
     DIVERGED,
     FINISHED,
@@ -43,8 +46,10 @@ from nestfed.workbench.stages import (
 )
 from nestfed.workbench.study import Search, Stopped, Study
 from nestfed.workbench.task_options import DATA, TASKS, USUAL_TASK
+from nestfed.workbench.tuning import Chosen, changes_of, estimate_seconds, tune
 
 RUNS = Path("runs")
+CHOSEN = "tuned.json"  # in a run's folder: what tuning chose
 Tables = list[tuple[str, pd.DataFrame]]  # with their titles
 
 
@@ -58,6 +63,7 @@ def run(
     resume: bool = False,
     progress: bool | None = None,
     show: Callable[[Tables], None] | None = None,
+    say: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> Study:
     """Train one or several methods on a named task and write everything to a folder.
@@ -65,21 +71,30 @@ def run(
     out, resume    the folder (runs/<name>); resume=True goes on with what is there
     progress       show a progress bar; None: if standard error is a terminal
     show           gets tables of the data before training begins: (title, table)
+    say            gets lines about what tuning does
     settings       options of every run and of the task: algorithm=["fedavg", "fedbio"], seeds=3, data="my.csv", ...
                    A seed decides the split, the dealing to clients, the start and the batches
     """
     request = Request.of({"task": task, **settings})
     folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
-    _check_folder(folder, request, resume)
+    chosen = _read_chosen(folder) if resume else None  # what was chosen once is not chosen again
+    _check_folder(folder, request, resume, chosen or {})
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
     trials = set_up(request.scenario, request.seed_list)
     # A wrong setting of the last method shows before the first one trains, and before anything is written.
-    algorithms = _make_algorithms(request, trials)
+    _make_algorithms(request, trials)
     if show is not None:
         show(_describe(trials))
     _write_settings(folder, request)
 
     with _say_how_to_go_on(folder):
+        if chosen is None:
+            chosen = _tune(request, trials, progress, say)
+            replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
+        if chosen:
+            request = request.adopt(changes_of(chosen))
+            _write_settings(folder, request)
+        algorithms = _make_algorithms(request, trials)
         trials = trials.add(
             run_method(
                 trials,
@@ -102,6 +117,7 @@ def run(
             methods=request.methods,
             seconds=time.monotonic() - began,
             started=started.isoformat(timespec="seconds"),
+            tuned=chosen,
         )
         models = {}
         for trace in trials.traces:
@@ -171,12 +187,36 @@ def _claim(out: str | Path | None, usual: Path) -> Path:
     return folder
 
 
-def _check_folder(folder: Path, request: Request, resume: bool) -> None:
+def _tune(request: Request, trials: Trials[Any], progress: bool | None, say: Callable[[str], None]) -> Chosen:
+    """What is chosen before training; nothing where that was not wanted, or would take too long."""
+    given = {name: request.changes(name) for name in request.methods}
+    if request.tune is False:
+        return {}
+    if request.privacy is not None:
+        say("not tuned: every setting that is tried would spend privacy (give them with --set).")
+        return {}
+    seconds = estimate_seconds(trials, given, request.budget)
+    if not seconds:
+        return {}
+    long = f"about {duration(seconds)} on two cores"
+    if request.tune is None and seconds > tuning.MOST_SECONDS:
+        say(f"not tuned: it would take {long} (--tune does it).")
+        return {}
+    say(f"tuning first, by {trials.scenario.select}: {long} (--no-tune leaves it out).")
+    return tune(trials, given, request.budget, progress=progress, say=say)
+
+
+def _read_chosen(folder: Path) -> Chosen | None:
+    return json.loads((folder / CHOSEN).read_text(encoding="utf-8")) if (folder / CHOSEN).exists() else None
+
+
+def _check_folder(folder: Path, request: Request, resume: bool, chosen: Chosen) -> None:
     """What is there already is never overwritten by another run."""
     if (folder / "settings.toml").exists():
         if not resume:
             raise UserError(f"{folder} holds a run already; give resume (--resume), or another folder (--out).")
-        theirs, ours = Request.of(read_settings(folder / "settings.toml")).settings(), request.settings()
+        both = Request.of(read_settings(folder / "settings.toml")), request
+        theirs, ours = ((one.adopt(changes_of(chosen)) if chosen else one).settings() for one in both)
         if theirs != ours:
             different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
             raise UserError(
@@ -193,8 +233,7 @@ def _write_settings(folder: Path, request: Request) -> None:
     except TypeError as error:
         raise UserError(f"a setting cannot be written to a file: {error}. Use numbers, texts and switches.") from error
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "settings.toml").exists():
-        replace_file(folder / "settings.toml", content.encode())
+    replace_file(folder / "settings.toml", content.encode())
 
 
 # ------------------------------------------------------------------------------------------------- sweep
@@ -218,6 +257,8 @@ def sweep(
         raise UserError("a sweep is of one method; name it with algorithm= (--algorithm on the command line).")
     if not grid or not all(grid.values()):
         raise UserError("a sweep needs a grid of values, for example lr=0.01,0.1,1 (--grid on the command line).")
+    if request.tune:
+        raise UserError("tune was given, but a sweep is a search itself; leave it out, or use run.")
     (name,), scenario = request.methods, request.scenario
     for key in grid:
         if key in scenario.aims:
@@ -246,6 +287,7 @@ def sweep(
         request,
         options={**request.options, **{key: value for key, value in best.items() if key in of_task}},
         set={key: value for key, value in best.items() if key not in of_task},
+        tune=False,
     )
     (folder / "best.toml").write_text(tomli_w.dumps(chosen.settings()), encoding="utf-8")
     return Search(folder, table, best, chosen.command())
@@ -299,7 +341,9 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         [
             getattr(r, table).assign(method=getattr(r, table).method.map(n))
             for r, n in zip(records, labels, strict=True)
-        ],
+            if "method" in getattr(r, table)
+        ]
+        or [pd.DataFrame()],
         ignore_index=True,
     )
     titles = {
@@ -313,32 +357,36 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
         notes.insert(
             0, "The runs have different data or splits: equal seeds do not pair, read the differences with care."
         )
-    spent = {
+    by_method = lambda key: {
         label[method]: value
         for record, label in zip(records, labels, strict=True)
-        for method, value in record.about.get("privacy", {}).items()
+        for method, value in record.about.get(key, {}).items()
     }
+    apart = {key: found for key in ("privacy", "tuned") if (found := by_method(key))}
     folder = _claim(out, RUNS / f"compare-{'-'.join(names)}")
     record = Record(
         settings={"compared": [str(folder) for folder in folders]},
-        about={key: value for key, value in first.items() if key != "privacy"}
+        about={key: value for key, value in first.items() if key not in ("privacy", "tuned")}
         | {
             "name": folder.name,
             "command": shlex.join(["nestfed", "compare", *map(str, folders)]),
             "methods": titles,
             "baseline": labels[0][baseline],
+            "references": [labels[0][method] for method in first.get("references", ())],
             "seeds": sorted({seed for record in records for seed in record.about["seeds"]}),
             "seconds": round(sum(record.about["seconds"] for record in records), 1),
             "notes": list(dict.fromkeys(notes)),
         }
-        | ({"privacy": spent} if spent else {}),
+        | apart,
         history=renamed("history"),
         final=renamed("final"),
         slices=renamed("slices"),
         holdings=records[0].holdings,
         cost={n[m]: r.cost[m] for r, n in zip(records, labels, strict=True) for m in r.methods},
         lines=renamed("lines"),
+        candidates=renamed("candidates"),
     )
+    record = add_gains(record)
     record.save(folder)
     write_report(record, folder)
     return Study(folder, record, {})

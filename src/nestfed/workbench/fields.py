@@ -70,13 +70,17 @@ class Option:
     @property
     def flags(self) -> tuple[str, ...]:
         """All that a command line may write for it, beside a short one."""
-        return (self.flag, self.off_flag) if self.hint is bool else (self.flag,)
+        return (self.flag, self.off_flag) if self.is_switch else (self.flag,)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
         """The types that a value may have, without None."""
         union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
         return tuple(kind for kind in (typing.get_args(self.hint) if union else (self.hint,)) if kind is not type(None))
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kinds == (bool,)
 
     @property
     def entries(self) -> Any:

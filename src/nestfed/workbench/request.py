@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from nestfed.core.settings import UserError
 from nestfed.uploads.privacy import CentralDP, Guarantee, LocalDP
@@ -58,7 +58,7 @@ class Request(CommonOptions):
 
     @property
     def methods(self) -> list[str]:
-        names = list(TASKS[self.task].usual if self.algorithm is None else self.algorithm)
+        names = list(self.scenario.choose_methods(self.algorithm))
         for name in names:
             self.scenario.method(name)
         if len(set(names)) != len(names) or not names:
@@ -95,6 +95,7 @@ class Request(CommonOptions):
             raise UserError(
                 "privacy needs clip (largest norm of an upload) and noise_multiplier (noise / sensitivity)."
             )
+        self.scenario.check_private()
         return GUARANTEES[self.privacy](
             clip=self.clip,
             noise_multiplier=self.noise_multiplier,
@@ -115,6 +116,10 @@ class Request(CommonOptions):
             elif head == method:
                 mine[tail] = value
         return general | mine  # what is said of one method wins over what is said of all
+
+    def adopt(self, changes: Mapping[str, Any]) -> Self:
+        """With settings of the methods that tuning has chosen: nothing is left to tune."""
+        return dataclasses.replace(self, set={**(self.set or {}), **changes}, tune=False)
 
     def settings(self) -> dict[str, Any]:
         """As a TOML file says it."""

@@ -12,7 +12,11 @@ import pandas as pd
 
 from nestfed.core.identity import identify
 from nestfed.report.record import LINE_COLUMNS, Record
+from nestfed.report.statistics import find_gains
 from nestfed.workbench.stages import DIVERGED, FINISHED, Trace, Trials
+from nestfed.workbench.tuning import Chosen, describe
+
+REFERENCES = ("fedavg", "local-only")  # what one would take anyhow, where a run has it
 
 
 def make_record(
@@ -24,10 +28,11 @@ def make_record(
     methods: Sequence[str],
     seconds: float,
     started: str,
+    tuned: Chosen | None = None,
 ) -> Record:
     """The record of finished traces."""
     scenario, setups, traces = trials.scenario, trials.setups, trials.traces
-    finals, slices, lines = [], [], []
+    finals, slices, lines, candidates = [], [], [], []
     for trace in traces:
         row: dict[str, Any] = {"method": trace.method, "seed": trace.seed, "status": trace.status}
         row["above_start"] = trace.rise is not None
@@ -35,6 +40,8 @@ def make_record(
             metrics, parts = scenario.evaluate(setups[trace.seed], trace.left)
             row |= metrics
             slices.append(parts.assign(method=trace.method, seed=trace.seed))
+            found = scenario.candidates(setups[trace.seed], trace.left)
+            candidates += [] if found.empty else [found.assign(method=trace.method, seed=trace.seed)]
             if scenario.chart is not None:
                 lines.append(
                     scenario.lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed)
@@ -42,7 +49,7 @@ def make_record(
         finals.append(row)
     holdings = [scenario.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
     failed = [f"{scenario.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
-    return Record(
+    record = Record(
         settings=settings,
         about={
             "name": name,
@@ -51,6 +58,7 @@ def make_record(
             "command": command,
             "methods": {method: scenario.method(method).title for method in methods},
             "baseline": scenario.baseline if scenario.baseline in methods else methods[0],
+            "references": [method for method in REFERENCES if method in methods],
             "select": scenario.select,
             "metrics": [dataclasses.asdict(metric) for metric in scenario.headline],
             "chart": None if scenario.chart is None else dataclasses.asdict(scenario.chart),
@@ -64,11 +72,13 @@ def make_record(
             "notes": [
                 *scenario.warnings(pd.DataFrame(finals)),
                 *failed,
+                *_about_tuning(trials, tuned or {}),
                 *_about_stages(trials),
                 *scenario.notes(trials.first),
             ],
         }
-        | _privacy(traces),
+        | _privacy(traces)
+        | ({"tuned": tuned} if tuned else {}),
         history=pd.concat([history_frame(trials, trace) for trace in traces], ignore_index=True),
         final=pd.DataFrame(finals),
         slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
@@ -76,7 +86,21 @@ def make_record(
         # Of the seed that came furthest: one that diverged early has not seen all stages.
         cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
         lines=pd.concat(lines, ignore_index=True) if lines else pd.DataFrame(columns=pd.Index(LINE_COLUMNS)),
+        candidates=pd.concat(candidates, ignore_index=True) if candidates else pd.DataFrame(),
     )
+    return add_gains(record)
+
+
+def add_gains(record: Record) -> Record:
+    """With the sentences of what every method gained."""
+    return dataclasses.replace(record, about={**record.about, "gains": find_gains(record)})
+
+
+def _about_tuning(trials: Trials[Any], tuned: Chosen) -> list[str]:
+    """A line for all methods."""
+    said = [f"{trials.scenario.method(name).title}: {describe(found)}" for name, found in tuned.items()]
+    by = f"Chosen on validation rows before the run, by {trials.scenario.select}"
+    return [f"{by}. {'; '.join(said)}."] if said else []
 
 
 def _about_stages(trials: Trials[Any]) -> list[str]:

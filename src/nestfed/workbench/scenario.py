@@ -21,6 +21,8 @@ from nestfed.workbench.task_options import TabularOptions
 
 Setup = TypeVar("Setup")  # one seed's data, as a scenario makes it
 
+STEP_SIZE = {"lr": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -32,6 +34,8 @@ class Stage:
     settings: Callable[[Any, Any], dict[str, Any]]  # (scenario, set-up): what is recommended
     output: str = "last"
     alone: bool = False  # clients exchange nothing: it needs no part of a privacy budget
+    # Settings that a run may choose for itself, one after the other: factors of what is recommended.
+    tuned: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=lambda: STEP_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,10 @@ class Method:
         head = key.partition(".")[0]
         names = [stage.name for stage in self.stages]
         return names.index(head) if head in names else 0
+
+    def full(self, number: int, key: str) -> str:
+        """A setting of a stage as the user names it."""
+        return key if number == 0 else f"{self.stages[number].name}.{key}"
 
     def plain(self, key: str) -> str:
         """The setting's name within its stage."""
@@ -91,6 +99,13 @@ class Scenario(abc.ABC, Generic[Setup]):
             own[method.stage_of(key)][method.plain(key)] = value
         return [make(stage.algorithm, **settings) for stage, settings in zip(method.stages, own, strict=True)]
 
+    def choose_methods(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The methods of a run, from those that it names."""
+        return self.options.usual if asked is None else asked
+
+    def check_private(self) -> None:
+        """Refuse what cannot be done under a guarantee of privacy; by default all can."""
+
     @property
     def headline(self) -> tuple[Metric, ...]:
         """The metrics that this run has."""
@@ -107,6 +122,10 @@ class Scenario(abc.ABC, Generic[Setup]):
     @abc.abstractmethod
     def set_up(self, seed: int) -> Setup:
         """One seed's data: read, split, dealt to clients and encoded."""
+
+    @abc.abstractmethod
+    def batch_work(self, setup: Setup) -> tuple[int, int]:
+        """(rows of a batch, numbers of the model): what a local step of a client handles."""
 
     @abc.abstractmethod
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
@@ -134,6 +153,10 @@ class Scenario(abc.ABC, Generic[Setup]):
 
     def lines(self, setup: Setup, left: Any) -> pd.DataFrame:
         """The lines of the chart for what is left: slice, x, y. Only of scenarios that have a chart."""
+        return pd.DataFrame()
+
+    def candidates(self, setup: Setup, left: Any) -> pd.DataFrame:
+        """The models among which a method chose, as `Record.candidates` has them. Only of methods that choose."""
         return pd.DataFrame()
 
     @abc.abstractmethod

@@ -96,7 +96,7 @@ class Budget:
     cohort: int | float | None = None
     sampling: str = "weights"
     dropout: float = 0.0
-    evaluations: int = 100  # about so many in every stage
+    evaluations: int | None = 100  # about so many in every stage; None: of its start and its end alone
     output: str | None = None  # which iterate of the last stage counts; None: what the method's paper returns
     privacy: Guarantee | None = None  # its budget is for all stages of a method; those that exchange get equal parts
     noise_seed: int | None = None  # None: nobody can repeat the noise
@@ -107,7 +107,12 @@ class Budget:
     def options(self, rounds: int, scenario: Scenario[Any], trace: Trace) -> Options:
         """Of a run of the next stage; the user's choice of output is about the last one."""
         stages, number = scenario.method(trace.method).stages, len(trace.stages)
-        output = (self.output if number + 1 == len(stages) else None) or stages[number].output
+        output = self.output if number + 1 == len(stages) else None
+        if output is None:
+            output = stages[number].output
+            # The best iterate is known by evaluations alone, and by rows that no guarantee covers.
+            if output == "best" and (self.evaluations is None or self.privacy is not None):
+                output = "last"
         guarantee = self.privacy
         if guarantee is not None:
             exchanging = [not stage.alone for stage in stages]
@@ -121,7 +126,7 @@ class Budget:
             cohort=self.cohort,
             sampling=self.sampling,
             dropout=self.dropout,
-            evaluate_every=max(1, rounds // self.evaluations),
+            evaluate_every=None if self.evaluations is None else max(1, rounds // self.evaluations),
             uploads=() if guarantee is None else guarantee,
             # Stages never share their noise, not even where it is repeatable.
             noise_seed=None if self.noise_seed is None else self.noise_seed * len(stages) + number,
@@ -201,10 +206,20 @@ def run_method(
             result.spending,
             status == DIVERGED,
         )
-        trace = trace.extend(done, scenario.leave(task, result.output, result.clients), status, {})
+        left = scenario.leave(task, result.output, result.clients)
+        trace = trace.extend(done, _choose_left(left, trace, result.history, options), status, {})
         if status == DIVERGED:
             break
     return trace
+
+
+def _choose_left(left: Any, before: Trace, history: Mapping[str, np.ndarray], options: Options) -> Any:
+    """What a stage leaves; where its best iterate counts and none is better than its start, what the stage before
+    left."""
+    if options.select is None or before.left is None:
+        return left
+    scores = history[options.select]
+    return left if np.nanmin(scores) < scores[0] else before.left
 
 
 def sweep_method(
@@ -279,6 +294,7 @@ def sweep_next_stage(
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server
                 left = scenario.leave(tasks[column], server, one.clients)
+                left = _choose_left(left, trace, history, options)
                 extended.append(trace.extend(passed, left, status, combinations[i]))
     return dataclasses.replace(trials, traces=tuple(extended))
 

@@ -57,6 +57,13 @@ class Study:
             often = f"in {len(rows)} of {seeds} seeds (training objective)"
             advice = "this is not a result. Use smaller step sizes (--set lr=...)."
             said.append(f"{self.record.title(str(method))} ended above its start {often}: {advice}")
+        if "within_limit" in self.final:
+            missed: Any = self.final[self.final["within_limit"] == 0]
+            for method, rows in missed.groupby("method", sort=False):
+                said.append(
+                    f"{self.record.title(str(method))} found no model within the limit in {len(rows)} of {seeds} "
+                    "seeds; its models are the nearest."
+                )
         if self.failed:
             titles = ", ".join(map(self.record.title, self.failed))
             said.append(f"{titles} diverged in every seed; use smaller step sizes (--set lr=...).")

@@ -7,6 +7,7 @@ is in `scenarios/`. Nothing here imports JAX or pandas: help must come at once.
 
 import dataclasses
 import glob
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ NEIGHBOURS = "replace"  # of a guarantee
 LARGE_TABLE = 5000  # rows; a table of more of them has larger batches
 BATCH_SIZES = (32, 128)  # of a small table and of a large one
 UNEVEN = "dirichlet:0.5"  # clients that differ
+MODELS = ("logistic", "network", "tabular")
+FEATURES = {"tabular": "piecewise"}  # the usual recipe of a model, where it is not the standard one
 PATH_MARKS = "./\\*?["  # no data set by name has one of these
 
 
@@ -29,8 +32,8 @@ def lower_all(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def locate(data: str) -> str:
     """A file, a folder/ or a pattern by its whole path: the run can go on from any folder."""
-    is_folder = Path(data).is_dir() and is_path(data)
-    return str(Path(data).resolve()) if is_folder or Path(data).is_file() or glob.has_magic(data) else data
+    is_folder = os.path.isdir(data) and is_path(data)  # pathlib raises where a name is too long for a file
+    return str(Path(data).resolve()) if is_folder or os.path.isfile(data) or glob.has_magic(data) else data
 
 
 def is_path(data: str) -> bool:
@@ -75,6 +78,11 @@ class CommonOptions(OptionSet):
         choices=("last", "average", "random", "best"),
         more="best is by validation data.",
         usual="the one that the method's paper returns",
+    )
+    tune: bool | None = option(
+        "choose step sizes first, by validation rows; what is set is left alone",
+        panel=TRAINING,
+        usual="where it takes less than about a minute of two cores",
     )
     privacy: str | None = option(
         "differential privacy, and who is trusted",
@@ -142,13 +150,15 @@ class TabularOptions(OptionSet):
         panel=DATA,
         usual=lambda task: f"{task.usual_partition}, or by the column of the clients",
     )
-    features: str = option(
-        "how columns become inputs: standard, minimax-fair, minimax-fair-raw", panel=DATA, default="standard"
+    features: str | None = option(
+        "how columns become inputs: standard, piecewise, minimax-fair, minimax-fair-raw",
+        panel=DATA,
+        usual="standard, or piecewise for the model tabular",
     )
     keep_group: bool = option("the group column is a feature too", panel=DATA, default=False)
     drop: tuple[str, ...] = option("a column that is no feature", panel=DATA, default=())
     test_fraction: float = option("share of test rows", panel=DATA, default=0.3, above=0, at_most=0.9)
-    model: str = option("the model", panel=TRAINING, default="logistic", choices=("logistic", "network"))
+    model: str = option("the model", panel=TRAINING, default="logistic", choices=MODELS)
     penalty: float = option(
         "strength of the penalty, mu in (mu / 2) |theta|^2", panel=TRAINING, default=1e-3, at_least=0
     )
@@ -174,6 +184,11 @@ class TabularOptions(OptionSet):
         """The user's own file or files, or None for a data set by name."""
         return self.data if is_path(self.data) else None
 
+    @property
+    def recipe(self) -> str:
+        """How columns become inputs."""
+        return self.features or FEATURES.get(self.model, "standard")
+
     def batch_rows(self, rows: int) -> int:
         """Rows per batch, of a table with so many rows."""
         return self.batch_size or BATCH_SIZES[rows > LARGE_TABLE]
@@ -193,12 +208,53 @@ class FairnessOptions(TabularOptions):
         panel=DATA,
         usual="that of the data set; your file needs one",
     )
-    weigh: str = option("what FedBiO weighs", panel=TASK, default="group", choices=("group", "group+label"))
+    objective: str = option(
+        "what FedBiO's weights are for",
+        panel=TASK,
+        default="gap",
+        choices=("gap", "paper"),
+        more="gap: the loss on validation rows and the gap of true positive rates of all clients' rows; paper: the "
+        "loss of every client on its group-balanced validation set.",
+    )
+    weigh: str | None = option(
+        "what FedBiO weighs",
+        panel=TASK,
+        choices=("group", "group+label"),
+        usual="group+label, or group with the objective paper",
+    )
     weight_form: str = option(
         "how FedBiO's variable gives weights", panel=TASK, default="projected", choices=("projected", "softmax")
     )
-    gap: float = option(
-        "weight of the true positive rate gap in FedBiO's upper loss", panel=TASK, default=0.0, at_least=0
+    gap: float | None = option(
+        "weight of the true positive rate gap in FedBiO's upper loss",
+        panel=TASK,
+        at_least=0,
+        usual="1, or 0 with the objective paper",
+    )
+    limit: float | None = option(
+        "find a model whose gap is at most this, and show what every limit costs",
+        panel=TASK,
+        above=0,
+        below=1,
+        usual="none",
+        more="Adds the method `limited`, and puts aside 40 % of the rows to judge by.",
+    )
+    metric: str = option(
+        "the gap that the limit is about",
+        panel=TASK,
+        default="eqopp",
+        choices=("eqopp", "eqodds", "parity"),
+        more="eqopp: of true positive rates; eqodds: of these or of false positive rates; parity: of shares of "
+        "positive decisions.",
+    )
+    confidence: float = option(
+        "confidence that the gap is within the limit", panel=TASK, default=0.95, at_least=0.5, below=1
+    )
+    group_at_prediction: bool = option(
+        "the limited model may ask for a person's group",
+        panel=TASK,
+        default=False,
+        more="Thresholds by group are tried then; where the group is protected, using it is often unlawful.",
     )
     regulariser: float = option("coefficient of FedReg", panel=TASK, default=0.1, at_least=0)
     full_batch: bool = option("FedMinMax sees all rows in a step", panel=TASK, default=True)
@@ -241,9 +297,16 @@ class AuprcOptions(TabularOptions):
     # Every positive counts the same, whoever holds it.
     averaging: str = option("weights of the clients", panel=TRAINING, default="samples", choices=("uniform", "samples"))
     margin: float = option(
-        "how far positives should lie above negatives, in probability", panel=TASK, default=0.5, above=0
+        "how far positives should lie above negatives, in probability", panel=TASK, default=0.3, above=0
     )
     batch_positives: int | None = option("positives per batch", panel=TASK, usual="half of its rows", at_least=1)
+    warm_start: bool = option(
+        "methods for average precision begin with FedAvg's model",
+        panel=TASK,
+        default=True,
+        more="Their own stage is then called rank: rank.lr=1. The iterate that is best on validation rows counts, the "
+        "first one included.",
+    )
     recall: float = option("at which recall precision is reported", panel=TASK, default=0.8, above=0, at_most=1)
 
 
@@ -255,7 +318,7 @@ class PersonalOptions(TabularOptions):
     description: ClassVar[str] = "a classifier for every client, judged on that client's own rows"
     usual: ClassVar[tuple[str, ...]] = ("local-only", "fedavg", "fedavg-tuned", "fedrep", "fedreco")
 
-    model: str = option("the model", panel=TRAINING, default="network", choices=("network",))
+    model: str = option("the model", panel=TRAINING, default="network", choices=MODELS)
 
 
 TASKS: dict[str, type[TabularOptions]] = {

@@ -167,6 +167,6 @@ class Trainings(frame.Trainings[Plan]):
         return make_ranked_task(problem, images, params, scores=scores, batch_size=about.batch)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def _images(data: str, keep: float) -> Images:
     return rare_second_half(load_images(data), keep)

@@ -19,7 +19,7 @@ from nestfed.core.randomness import fold, priorities
 from nestfed.core.settings import UserError
 from nestfed.core.types import AnyArray, Array, ArrayLike
 from nestfed.data import partition as rules
-from nestfed.data.features import Category, Encoder, read_numbers
+from nestfed.data.features import Category, Encoder, LevelTotals, read_numbers
 from nestfed.data.partition import TEST, TRAIN, VALIDATION
 from nestfed.data.sources import load
 from nestfed.data.table import Column, columns_of, is_number
@@ -97,8 +97,9 @@ class BucketEncoder(Encoder):
     def of(cls, frame: pd.DataFrame, rows: np.ndarray | None = None) -> Self:
         """Learn the columns of a table; quartiles are those of these rows (of all if None)."""
         rows = np.ones(len(frame), bool) if rows is None else rows
-        fit = lambda values: Buckets.fit(values, rows) if is_number(values) else Levels.fit(values)
-        return cls("bucketed", tuple(fit(values) for _, values in columns_of(frame)))
+        levels = lambda name, values: Levels.fit(name, LevelTotals.of(values))
+        fit = lambda name, values: Buckets.fit(values, rows) if is_number(values) else levels(name, values)
+        return cls("bucketed", tuple(fit(name, values) for name, values in columns_of(frame)))
 
 
 # ------------------------------------------------------------------------------------------------- rows

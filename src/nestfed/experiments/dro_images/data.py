@@ -9,7 +9,7 @@ from nestfed.core.settings import UserError
 from nestfed.data.images import Images, load_images
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def load_short(name: str, keep: int) -> Images:
     """A set by its name, shortened."""
     return shorten_first_half(load_images(name), keep)

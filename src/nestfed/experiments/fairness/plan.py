@@ -131,7 +131,8 @@ QUICK = Plan(
 
 
 def make_scenario(data: str, dealing: str, plan: Plan, *, slip: bool = False, **changes: Any) -> Reproduced:
-    options: dict[str, Any] = {"data": data, "partition": dealing, "steps": plan.steps, "full_batch": False}
+    options: dict[str, Any] = {"data": data, "partition": dealing, "steps": plan.steps}
+    options |= {"objective": "paper", "full_batch": False}
     return (Slipped if slip else Reproduced)(FairnessOptions(**(options | changes)))
 
 

@@ -14,8 +14,8 @@ import zlib
 import numpy as np
 
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError
-from nestfed.data.fetch import REMEDY, Official, first_line, obtain
+from nestfed.core.settings import UserError, first_line
+from nestfed.data.fetch import REMEDY, Official, obtain
 
 CHARACTERS, DRAWERS, SIDE = 1623, 20, 28
 BACKGROUND = 964  # characters in the first archive

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.core.settings import UserError
-from nestfed.data.fetch import REMEDY, Official, first_line, obtain
+from nestfed.core.settings import UserError, first_line
+from nestfed.data.fetch import REMEDY, Official, obtain
 
 SIDE = 28
 CLASS_NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")

@@ -4,7 +4,8 @@ Every client's validation set is balanced between groups (equally many rows of e
 half). The problems on the rows are in `fair_problems.py`, what all tasks on a table share in `tabular.py`; here are the
 task and its metrics, its methods and the scenario.
 
-FedBiO and FedBiOAcc find group weights; a second stage trains the final model with them by FedAvg.
+FedBiO and FedBiOAcc find group weights; a second stage trains the final model with them by FedAvg. With a limit on the
+gap, `limited` trains models for several limits side by side and chooses among them (`fair_limit.py`).
 """
 
 import dataclasses
@@ -19,25 +20,33 @@ import optax
 import pandas as pd
 
 from nestfed.algorithms import ALGORITHMS
+from nestfed.core.randomness import fold
 from nestfed.core.rows import ClientRows
-from nestfed.core.settings import static, struct
+from nestfed.core.settings import UserError, static, struct
+from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN, VALIDATION
 from nestfed.report.metrics import Metric
 from nestfed.workbench.scenario import Method, Stage
+from nestfed.workbench.scenarios.fair_limit import Choice, choose, count, describe
 from nestfed.workbench.scenarios.fair_problems import (
     DisparityLimit,
+    GapWeights,
     GroupMinimax,
     GroupWeights,
+    LimitedGaps,
     RegularisedRisk,
     WeightedRisk,
+    cells,
 )
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,
     LOCAL_STEPS,
     PARTS,
     STATISTICS,
+    GroupThresholds,
     Tabular,
+    TabularModel,
     TabularSetup,
     TabularTask,
     area_under_roc,
@@ -100,26 +109,42 @@ class GroupWeightsTask(FairnessTask):
 
     objective: str = static(default="outer_loss")
 
+    def sample(self, data, key):
+        sizes = data.constants["sizes"]
+        known = dataclasses.replace(data, size=sizes[TRAIN] + sizes[VALIDATION])  # test rows lie last
+        rows = known.draw_rows(fold(key, len(PARTS)), self.batch_size)
+        return super().sample(data, key) | {"known": self.with_weight(rows, jnp.ones(self.batch_size))}
+
     def metrics(self, server, client, data, fed):
         weights = self.problem.weights(self.problem.tree(0, server.x))
         return super().metrics(server, client, data, fed) | {"weights": weights}
+
+
+@struct
+class ModelsTask(FairnessTask):
+    """Metrics of the strictest of several models. Their losses rise while their gaps fall: none is to be made small."""
+
+    objective: str | None = static(default=None)
 
 
 def rates(counts: Array) -> dict[str, Array]:
     """Loss, accuracy and gaps between groups from the statistics [groups, statistics] of one part.
 
     EqOpp: largest difference of true positive rates between two groups. Equalised odds: the larger one of that and of
-    the largest difference of false positive rates. Groups without positives (negatives) are left out.
+    the largest difference of false positive rates. Parity: largest difference of shares of positive decisions. Groups
+    without positives (negatives) are left out.
     """
     rows, positives, correct, true_positives, false_positives, loss = counts.T
     per_row = lambda total: total.sum() / jnp.maximum(rows.sum(), 1)
     gap = lambda hits, cases: _spread(hits / jnp.maximum(cases, 1), cases > 0)
     equal_opportunity = gap(true_positives, positives)
+    predicted = true_positives + false_positives
     return {
         "loss": per_row(loss),
         "accuracy": per_row(correct),
         "eqopp": equal_opportunity,
         "eqodds": jnp.maximum(equal_opportunity, gap(false_positives, rows - positives)),
+        "parity": gap(predicted, rows),
     }
 
 
@@ -144,18 +169,31 @@ class FairnessSetup(TabularSetup):
         inputs = np.concatenate([inputs, np.ones((len(inputs), 1), inputs.dtype)], 1)
         return float(np.linalg.eigvalsh(inputs.T @ inputs / len(inputs))[-1]) / 4 * 2
 
+    def shares(self, metric: str, *parts: int) -> np.ndarray:
+        """[kinds of rows, groups]: what share of all clients' rows of these parts a rate of this metric is about."""
+        data, mine = self.data, np.isin(self.data.part, parts)
+        inside = np.asarray(cells(data.label[mine], data.group[mine], self.groups, metric))
+        return np.maximum(inside.mean(-1), 0.5 / mine.sum()).astype(np.float32)  # an empty one is divided by
+
 
 # ------------------------------------------------------------------------------------------------- methods
 
 
 def weighted_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
-    """The model's own stage: group weights of 1, or those that the stage before found."""
-    weights, by_label = jnp.ones(setup.groups), False
+    """The model's own stage: group weights of 1, or those that the stage before found, with its weights of clients."""
+    weights, by_label, averaging = jnp.ones(setup.groups), False, None
     if before is not None:
-        weights, by_label = before.problem.weights(before.server.x), before.problem.by_label
+        weights = before.problem.weights(before.problem.tree(0, before.server.x))
+        by_label = before.problem.by_label
+        averaging = averaging_of(before.problem)
     penalty = scenario.options.penalty
     problem = WeightedRisk(weights=weights, by_label=by_label, penalty=penalty, model=setup.model)
-    return scenario.pose(setup, problem, setup.theta)
+    return scenario.pose(setup, problem, setup.theta, averaging=averaging)
+
+
+def averaging_of(problem: GroupWeights) -> str | None:
+    """The gap of all clients' rows needs every row to count the same; None: as the user says."""
+    return "samples" if isinstance(problem, GapWeights) else None
 
 
 def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
@@ -168,15 +206,38 @@ def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) ->
 
 def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     chosen = scenario.options
-    problem = GroupWeights(
+    settings = {
+        "groups": setup.groups,
+        "penalty": chosen.penalty,
+        "gap": scenario.gap_weight,
+        "model": setup.model,
+        "form": chosen.weight_form,
+        "by_label": scenario.weighs_labels,
+    }
+    if scenario.follows_paper:
+        problem = GroupWeights(**settings)
+    else:
+        problem = GapWeights(shares=setup.shares("eqopp", TRAIN, VALIDATION)[0], **settings)
+    start, averaging = (problem.start(), setup.theta), averaging_of(problem)
+    return scenario.pose(setup, problem, start, task_class=GroupWeightsTask, averaging=averaging)
+
+
+def limited_gaps(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+    """Models for limits from nothing up to the gap that the plain model has, and one without a limit."""
+    chosen, data = scenario.options, setup.data
+    train = data.part == TRAIN
+    plain = np.asarray(setup.model(before.theta, jnp.asarray(data.inputs[train])))[None] > 0
+    (gap,) = count(plain, data.label[train], data.group[train], setup.groups, chosen.metric).gaps
+    problem = LimitedGaps(
+        shares=setup.shares(chosen.metric, TRAIN),
+        limits=np.append(gap * np.linspace(0, 1, LIMITS), 1.0).astype(np.float32),
         groups=setup.groups,
+        metric=chosen.metric,
         penalty=chosen.penalty,
-        gap=chosen.gap,
         model=setup.model,
-        form=chosen.weight_form,
-        by_label=scenario.weighs_labels,
     )
-    return scenario.pose(setup, problem, (problem.start(), setup.theta), task_class=GroupWeightsTask)
+    larger = dataclasses.replace(setup, batch_size=LARGER_BATCH * setup.batch_size)
+    return scenario.pose(larger, problem, problem.start(before.theta), task_class=ModelsTask, averaging="samples")
 
 
 def group_minimax(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
@@ -192,10 +253,13 @@ def disparity_limit(scenario: "Fairness", setup: FairnessSetup, before: Any) -> 
     return scenario.pose(setup, problem, setup.theta)
 
 
-def _two_stages(name: str, settings: dict[str, Any]) -> Method:
+def _two_stages(name: str, paper: dict[str, Any], gap: dict[str, Any]) -> Method:
+    """Settings for either objective; with the gap `lower_lr` is in units of what the curvature allows."""
+
     def weights(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
-        neumann_step = 1 / (setup.curvature + scenario.options.penalty)
-        return settings | {"local_steps": LOCAL_STEPS, "hypergradient.lr": float(f"{neumann_step:.2g}")}
+        step = 1 / (setup.curvature + scenario.options.penalty)
+        own = paper if scenario.follows_paper else gap | {"lower_lr": _round(gap["lower_lr"] * step)}
+        return own | {"local_steps": LOCAL_STEPS, "hypergradient.lr": _round(step)}
 
     model = lambda scenario, setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}
     doc = f"{ALGORITHMS[name].__name__} learns group weights on balanced validation data; FedAvg then trains with them."
@@ -203,9 +267,25 @@ def _two_stages(name: str, settings: dict[str, Any]) -> Method:
     return Method(ALGORITHMS[name].__name__, doc, stages)
 
 
+def _limited(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
+    """Two stages of half the steps each: what a stage returns is the average of its points."""
+    half, step = max(1, scenario.options.steps // 2), _round(1 / (setup.curvature + scenario.options.penalty))
+    return {"lr": step, "dual_lr": 0.1, "gamma": np.inf, "stage_steps": half, "growth": 1.0, "shrink": 1.0} | {
+        "local_steps": LOCAL_STEPS
+    }
+
+
+def _round(step: float) -> float:
+    return float(f"{step:.2g}")
+
+
 def _fcfl(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
     return {"lr": 0.1, "tolerance": 0.05, "stage_one_steps": max(1, scenario.options.steps * 2 // 5)}
 
+
+LIMITED = "limited"  # the method that a limit asks for
+LIMITS = 8  # for which it trains models
+LARGER_BATCH = 4  # times that of other methods: the rate of a small group is seen in few rows
 
 METHODS: dict[str, Method] = {
     "fedavg": single_level("fedavg", weighted_risk, lr=0.1),
@@ -224,14 +304,29 @@ METHODS: dict[str, Method] = {
         "Multi-objective descent under a limit on every client's disparity; an exchange every step.",
         (Stage("model", "fcfl", disparity_limit, _fcfl),),
     ),
-    "fedbio": _two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}),
+    "fedbio": _two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}, {"lr": 0.1, "lower_lr": 1.0}),
     # With the paper's c = 1 the momentum keeps most of the noise of its first batch (see the algorithm's page).
-    "fedbioacc": _two_stages("fedbioacc", {"lr": 1.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0}),
+    "fedbioacc": _two_stages(
+        "fedbioacc",
+        {"lr": 1.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0},
+        {"lr": 3.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0},
+    ),
     **{name: single_level(name, weighted_risk, lr=0.1) for name in AVERAGE_LOSS},
+    LIMITED: Method(
+        "Limited",
+        "Primal-dual training for several limits on the gap; chooses the most accurate model within the one given.",
+        (
+            Stage("model", "fedavg", weighted_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),
+            Stage("models", "coda-plus", limited_gaps, _limited, tuned={}),
+        ),
+    ),
 }
 
 
 # ------------------------------------------------------------------------------------------------- the scenario
+
+JUDGED = 0.4  # of the rows that are no test rows: by them a limit is judged
+PARITY = Metric("test_parity", "test gap of positive decisions", "lower")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,11 +355,82 @@ class Fairness(Tabular[FairnessSetup]):
     @property
     def weighs_labels(self) -> bool:
         """Does FedBiO weigh the two labels of a group apart?"""
-        return self.options.weigh == "group+label"
+        return (self.options.weigh or ("group" if self.follows_paper else "group+label")) == "group+label"
+
+    def method(self, name: str) -> Method:
+        """With the gap in the upper loss the weights circle around a saddle point: their average counts."""
+        method = super().method(name)
+        weights, *later = method.stages
+        if self.follows_paper or weights.task is not group_weights:
+            return method
+        return dataclasses.replace(method, stages=(dataclasses.replace(weights, output="average", tuned={}), *later))
+
+    @property
+    def follows_paper(self) -> bool:
+        return self.options.objective == "paper"
+
+    @property
+    def gap_weight(self) -> float:
+        """Of the gap in FedBiO's upper loss."""
+        if self.options.gap is not None:
+            return self.options.gap
+        return 0.0 if self.follows_paper else 1.0
+
+    @property
+    def validation_fraction(self) -> float | None:
+        return None if self.options.limit is None else JUDGED
+
+    @property
+    def headline(self) -> tuple[Metric, ...]:
+        """The gap that a limit is about comes first."""
+        asked = f"test_{self.options.metric}"
+        first = [metric for metric in (*self.metrics, PARITY) if metric.name == asked]
+        return (*first, *(metric for metric in self.metrics if metric.name != asked))
+
+    def choose_methods(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
+        if self.options.limit is None:
+            if asked is not None and LIMITED in asked:
+                raise UserError(f"{LIMITED} was asked for without a limit; say how large the gap may be with limit=.")
+            return super().choose_methods(asked)
+        names = (Fairness.baseline,) if asked is None else asked
+        return names if LIMITED in names else (*names, LIMITED)
+
+    def check_private(self) -> None:
+        if self.options.limit is not None:
+            raise UserError(
+                "a limit was given together with privacy, but the counts by group that it is judged by carry no noise; "
+                "leave one of them out."
+            )
+
+    def leave(self, task: Task, server: Any, clients: Any) -> Any:
+        if not isinstance(task.problem, LimitedGaps):
+            return super().leave(task, server, clients)
+        chosen = self.options
+        limit = 1.0 if chosen.limit is None else chosen.limit
+        return choose(
+            task.problem, server, task.data.columns, limit, chosen.confidence, by_group=chosen.group_at_prediction
+        )
+
+    def candidates(self, setup: FairnessSetup, left: Any) -> pd.DataFrame:
+        return left.table if isinstance(left, Choice) else super().candidates(setup, left)
+
+    def make_model(self, setup: FairnessSetup, left: Any) -> TabularModel:
+        model = super().make_model(setup, left)
+        if not isinstance(left, Choice) or left.chosen.thresholds is None:
+            return model
+        of_groups = dict(zip(setup.data.group_names, map(float, left.chosen.thresholds), strict=True))
+        columns = self.table.group_columns(self.options.group)
+        return dataclasses.replace(model, thresholds=GroupThresholds(columns, of_groups))
+
+    def logits(self, setup: FairnessSetup, left: Any) -> np.ndarray:
+        logits = super().logits(setup, left)
+        if not isinstance(left, Choice) or left.chosen.thresholds is None:
+            return logits
+        return logits - left.chosen.thresholds[setup.data.group]
 
     def score(self, final: Mapping[str, float]) -> float:
-        """The loss on the balanced validation sets, plus the gap there as far as the upper loss counts it."""
-        return final["outer_loss"] + self.options.gap * final["validation_eqopp"]
+        """The loss on the validation sets, plus the gap there as far as the upper loss counts it."""
+        return final["outer_loss"] + self.gap_weight * final["validation_eqopp"]
 
     def evaluate(self, setup: FairnessSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
@@ -279,15 +445,21 @@ class Fairness(Tabular[FairnessSetup]):
             inside = data.part == PARTS.index(part)
             final[f"{part}_auroc"] = area_under_roc(logits[inside], data.label[inside])
             final[f"{part}_predicted_positive"] = float(predicted[inside].mean())
+        if isinstance(left, Choice):
+            final |= {"within_limit": float(left.within), "gap_bound": left.bound}
         return final, self.slices(rows)
 
     def warnings(self, final: pd.DataFrame) -> list[str]:
         if "test_predicted_positive" not in final:
             return []
         blind = final.loc[final["test_predicted_positive"] == 0, "method"]
-        return [
+        limited: Any = final[final["within_limit"].notna()] if "within_limit" in final else final.iloc[:0]
+        said = [
+            describe(self.methods[LIMITED].title, row["seed"], row, self.options) for row in limited.to_dict("records")
+        ]
+        return said + [
             f"{self.methods[name].title}: a seed's model predicts the positive label for no test row at all, so its "
-            "gaps of zero say nothing. Train longer, or give the positives more weight (--weigh group+label --gap 1)."
+            "gaps of zero say nothing. Train longer, or give the positives more weight (the objective gap)."
             for name in dict.fromkeys(map(str, blind))
         ]
 

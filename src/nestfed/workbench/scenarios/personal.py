@@ -1,11 +1,13 @@
 """Models of clients' own on a table: every hospital gets a classifier that fits its own patients, and learns from all.
 
-A network of one hidden layer is cut into its hidden layer, the extractor, and its last one, the head. Methods differ in
-what is shared: nothing, all of it, the extractor, or a pull towards a common one. A client's model is judged on that
-client's own rows. Here the means over clients, and how badly off the worst of them are, are what counts.
+A network is cut into its last layer, the head, and all that comes before, the extractor; logistic regression into its
+intercept, the head, and its slopes. Methods differ in what is shared: nothing, all of it, the extractor, or a pull
+towards a common one. A client's model is judged on that client's own rows. Here the means over clients, and how badly
+off the worst of them are, are what counts.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,15 +18,15 @@ import optax
 import pandas as pd
 
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, setting, struct, suggest
+from nestfed.core.settings import UserError, setting, static, struct, suggest
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TEST, TRAIN, Encoder, Federated
-from nestfed.models import Perceptron, dense, hidden_features
+from nestfed.models import RowModel
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
 from nestfed.verbs.personalise import PersonalTask, spread
-from nestfed.workbench.scenario import Method, Stage
+from nestfed.workbench.scenario import STEP_SIZE, Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
@@ -43,20 +45,20 @@ from nestfed.workbench.task_options import PersonalOptions
 
 @struct
 class BinaryClasses(Personalised):
-    """The logistic loss of a perceptron whose last layer is the head. Outputs are (0, logit), the logits of two
-    classes: methods that think in classes can use it too."""
+    """The logistic loss of a model in two parts. Outputs are (0, logit), the logits of two classes: methods that think
+    in classes can use it too."""
 
+    model: RowModel = static()
     weight_decay: float = setting("mu: strength of (mu / 2) |theta|^2", default=0.0, at_least=0)
 
     def split(self, params):
-        *hidden, head = params
-        return hidden, head
+        return self.model.split(params)
 
     def features(self, u, inputs, key):
-        return hidden_features(u, inputs)
+        return self.model.represent(u, inputs)
 
     def head(self, v, z):
-        logits = dense(v, z)
+        logits = self.model.decide(v, z)
         return jnp.concatenate([jnp.zeros_like(logits), logits], axis=1)
 
     def loss(self, outputs, labels):
@@ -109,8 +111,12 @@ TUNING_LR = {"all": 0.001, "head": 0.01}
 MODEL, TUNING = "model", "tuning"
 
 
-def _stage(algorithm: str, **settings: Any) -> Stage:
-    return Stage(MODEL, algorithm, from_the_start, lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings})
+WIDE = (0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0)  # factors of what hardly pulls
+
+
+def _stage(algorithm: str, *, tuned: Mapping[str, tuple[float, ...]] = STEP_SIZE, **settings: Any) -> Stage:
+    chosen = lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings}
+    return Stage(MODEL, algorithm, from_the_start, chosen, tuned=tuned)
 
 
 def _tuning_stage(trains: str) -> Stage:
@@ -142,7 +148,7 @@ METHODS: dict[str, Method] = {
     "fedreco": Method(
         "FedReCo",
         "Own models, whose representations are drawn towards a common one.",
-        (_stage("fedreco", head_steps=LOCAL_STEPS),),
+        (_stage("fedreco", head_steps=LOCAL_STEPS, tuned=STEP_SIZE | {"coupling": WIDE, "server_lr": WIDE}),),
     ),
     "fedreco-pvr": Method(
         "FedReCo-PVR",
@@ -159,7 +165,7 @@ METHODS: dict[str, Method] = {
 class ClientModels:
     """The models of all clients, with what it takes to use them on new rows."""
 
-    model: Perceptron
+    model: RowModel
     thetas: PyTree  # every leaf [clients, ...]
     encoder: Encoder
     clients: tuple[str, ...]
@@ -210,7 +216,7 @@ class Personal(Tabular[TabularSetup]):
     def pose_from(self, setup: TabularSetup, theta: PyTree) -> PersonalTableTask:
         """The task whose clients all start from this model."""
         return PersonalTableTask.create(
-            BinaryClasses(weight_decay=self.options.penalty),
+            BinaryClasses(model=setup.model, weight_decay=self.options.penalty),
             setup.rows,
             theta,
             batch_size=setup.batch_size,
@@ -220,7 +226,7 @@ class Personal(Tabular[TabularSetup]):
     def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
         """The parameters of all clients' models, every leaf [clients, ...]."""
         problem = self.pose_from(setup, setup.theta).problem
-        return jax.vmap(lambda u, v: [*problem.tree(0, u), problem.tree(1, v)])(models.u, models.v)
+        return jax.vmap(lambda u, v: setup.model.join(problem.tree(0, u), problem.tree(1, v)))(models.u, models.v)
 
     def leave(self, task: Task, server: Any, clients: Any) -> Models:
         """A client's own parts where it has any, otherwise the server's."""

@@ -27,8 +27,8 @@ from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN, VALIDATION, Encoder, Federated, Table, federate, load, overview, read_table, summary
-from nestfed.data.table import check_column
-from nestfed.models import Perceptron, model_named
+from nestfed.data.table import check_column, listing, name_groups
+from nestfed.models import RowModel, describe_model, model_from, model_named
 from nestfed.problems.base import Problem
 from nestfed.problems.robust import MeanLoss
 from nestfed.workbench.scenario import Method, Scenario, Stage
@@ -42,7 +42,7 @@ STATISTICS = ("rows", "positives", "correct", "true_positives", "false_positives
 # ------------------------------------------------------------------------------------------------- the task
 
 
-def losses(model: Perceptron, theta: PyTree, rows: PyTree) -> Array:
+def losses(model: RowModel, theta: PyTree, rows: PyTree) -> Array:
     """The logistic loss of every row."""
     return optax.sigmoid_binary_cross_entropy(model(theta, rows["inputs"]), rows["label"])
 
@@ -51,7 +51,7 @@ def losses(model: Perceptron, theta: PyTree, rows: PyTree) -> Array:
 class RowLosses:
     """The losses of a batch's training rows. A plain value: problems with equal ones share their programs."""
 
-    model: Perceptron
+    model: RowModel
 
     def __call__(self, theta: PyTree, batch: PyTree, key: Array) -> Array:
         return losses(self.model, theta, batch["train"])
@@ -63,7 +63,7 @@ class TabularTask(Task):
     what a problem does not look at is not drawn."""
 
     groups: int = static(default=1)
-    objective: str = static(default="train_loss")  # the metric that training makes small
+    objective: str | None = static(default="train_loss")  # the metric that training makes small, if there is one
 
     @property
     def minimised(self):
@@ -100,7 +100,7 @@ class PooledTask(TabularTask):
     """Metrics of the rows of all clients together, where means do not tell: everybody's outputs are gathered to
     evaluate."""
 
-    model: Perceptron = static()
+    model: RowModel = static()
     total: int = static()  # rows of all clients
 
     def pool(self, theta: PyTree, data: ClientRows, fed: Fed) -> Pool:
@@ -132,7 +132,7 @@ class TabularSetup:
 
     data: Federated
     rows: Rows
-    model: Perceptron
+    model: RowModel
     theta: PyTree  # where the model starts
     batch_size: int
 
@@ -205,22 +205,50 @@ class StageEnd(NamedTuple):
 # ------------------------------------------------------------------------------------------------- the trained model
 
 
+class GroupThresholds(NamedTuple):
+    """A threshold of the logit for every group, and the columns that say who belongs to which."""
+
+    columns: tuple[str, ...]
+    of_groups: dict[str, float]
+
+    def of_rows(self, frame: pd.DataFrame) -> np.ndarray:
+        for column in self.columns:
+            check_column(frame.columns, column, "group", "the rows")
+        codes, names = name_groups([frame[column] for column in self.columns])
+        unknown = [name for name in names if name not in self.of_groups]
+        if unknown:
+            raise UserError(
+                f"{'+'.join(self.columns)} is {unknown[0]!r} in a row, and this model has thresholds for "
+                f"{listing(self.of_groups)} only."
+            )
+        return np.array([self.of_groups[name] for name in names])[codes]
+
+
 @dataclasses.dataclass(frozen=True)
 class TabularModel:
     """A trained model with what it takes to use it on new rows."""
 
-    model: Perceptron
+    model: RowModel
     theta: PyTree
     encoder: Encoder
+    thresholds: GroupThresholds | None = None  # only of a model that may ask for the group
 
     def probability(self, frame: pd.DataFrame) -> np.ndarray:
-        """The probability of the positive label for every row of a table with the columns of the training data."""
+        """The probability of the positive label for every row of a table with the columns of the training data.
+
+        With thresholds by group the logit is less by that of the row's group: above one half is a positive decision for
+        everybody.
+        """
         self.encoder.check(frame)
-        return np.asarray(jax.nn.sigmoid(self.model(self.theta, jnp.asarray(self.encoder.transform(frame)))))
+        logits = self.model(self.theta, jnp.asarray(self.encoder.transform(frame)))
+        return np.asarray(
+            jax.nn.sigmoid(logits if self.thresholds is None else logits - self.thresholds.of_rows(frame))
+        )
 
     def save(self, path: Path) -> None:
         """One file of plain arrays and text: nothing in it can run code."""
-        save_model(path, self.model, self.theta, self.encoder)
+        more = {} if self.thresholds is None else {"thresholds": self.thresholds._asdict()}
+        save_model(path, self.model, self.theta, self.encoder, **more)
 
     @classmethod
     def load(cls, path: str | Path) -> "TabularModel":
@@ -230,23 +258,24 @@ class TabularModel:
                 f"{path} holds models of {len(about['clients'])} clients; load it by nestfed.ClientModels.load "
                 "and take that of one client: .of(name)."
             )
-        return cls(model, theta, encoder)
+        said = about.get("thresholds")
+        return cls(model, theta, encoder, said and GroupThresholds(tuple(said["columns"]), said["of_groups"]))
 
 
-def save_model(path: Path, model: Perceptron, theta: PyTree, encoder: Encoder, **more: Any) -> None:
+def save_model(path: Path, model: RowModel, theta: PyTree, encoder: Encoder, **more: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     leaves = {f"theta/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(theta))}
-    about = {"hidden": list(model.hidden), "encoder": encoder.to_dict(), **more}
+    about = {"model": describe_model(model), "encoder": encoder.to_dict(), **more}
     np.savez(path, allow_pickle=False, about=np.array(json.dumps(about)), **leaves)
 
 
-def read_model(path: str | Path) -> tuple[Perceptron, PyTree, Encoder, dict[str, Any]]:
+def read_model(path: str | Path) -> tuple[RowModel, PyTree, Encoder, dict[str, Any]]:
     """What `save_model` wrote: (model, parameters, encoder, all that the file says)."""
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             leaves = [file[f"theta/{i}"] for i in range(len(file.files) - 1)]
-        model, encoder = Perceptron(tuple(about["hidden"])), Encoder.from_dict(about["encoder"])
+        model, encoder = model_from(about["model"]), Encoder.from_dict(about["encoder"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is not a model that a run saved ({type(error).__name__}: {error}).") from error
     structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))
@@ -290,6 +319,11 @@ class Tabular(Scenario[Setup]):
     needs_group: ClassVar[bool]  # is the task about groups? Otherwise a table may have none, and splits ignore them
     needs_positives: ClassVar[bool]  # must every client have a positive training row?
     rates: ClassVar[tuple[str, ...]] = ("accuracy", "true positive rate", "false positive rate", "loss")  # of slices
+
+    @property
+    def validation_fraction(self) -> float | None:
+        """Share of the rows to validate on; None: a few, as many of every group."""
+        return None
 
     @functools.cached_property
     def table(self) -> Table:
@@ -343,9 +377,10 @@ class Tabular(Scenario[Setup]):
             clients=chosen.client_number,
             test_fraction=chosen.test_fraction,
             partition=chosen.partition or ("column" if by_column else chosen.usual_partition),
-            recipe=chosen.features,
+            recipe=chosen.recipe,
             keep_group=chosen.keep_group,
             seed=seed,
+            validation_fraction=self.validation_fraction,
             by_group=self.needs_group,
             positives=self.needs_positives,
         )
@@ -385,6 +420,9 @@ class Tabular(Scenario[Setup]):
 
     def rows_of(self, data: Federated) -> Rows:
         return table_rows(data)
+
+    def batch_work(self, setup: Setup) -> tuple[int, int]:
+        return setup.batch_size, sum(leaf.size for leaf in jax.tree.leaves(setup.theta))
 
     def summary(self) -> list[tuple[str, pd.DataFrame]]:
         table = self.table
