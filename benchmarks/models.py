@@ -115,16 +115,17 @@ def markdown(frame: pd.DataFrame) -> str:
 
 def write_page(rows: list[dict[str, Any]]) -> str:
     lines = ["# Models of tables, test rows, default settings", ""]
-    every: Any = pd.DataFrame(rows)
+    shown_columns = [*BARS, "AUROC", "MB", "seconds"]
+    every: Any = pd.DataFrame(rows, columns=["table", "model", "seed", *shown_columns])  # pooled ones send nothing
     for table, found in every.groupby("table", sort=False):
-        means = found.groupby("model", sort=False)[[*BARS, "AUROC", "MB", "seconds"]].mean()
+        means = found.groupby("model", sort=False)[shown_columns].mean()
         shown = means.round({**dict.fromkeys((*BARS, "AUROC"), 4), "MB": 1, "seconds": 0}).astype(object)
         if REFERENCE in means.index:
             for metric, margin in BARS.items():
                 short = means.loc[REFERENCE, metric] - means[metric]
                 shown[f"{metric} within {margin:g}"] = ["yes" if value <= margin else "no" for value in short]
         shown.insert(0, "seeds", found.groupby("model", sort=False)["seed"].nunique())
-        lines += [f"## {table}", "", markdown(shown.where(means.notna(), "").reset_index()), ""]
+        lines += [f"## {table}", "", markdown(shown.where(shown.notna(), "").reset_index()), ""]
     return "\n".join(lines)
 
 

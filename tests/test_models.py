@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import nestfed
-from nestfed import Rows, Task, UserError, make, simulate
+from nestfed import Rows, Task, UserError, make, simulate, workbench
 from nestfed.models import (
     CNN,
     IMAGE_MODELS,
@@ -40,6 +41,8 @@ from nestfed.models import (
 )
 from nestfed.problems import SingleLevel
 from nestfed.workbench import task_options
+from nestfed.workbench.scenarios import SCENARIOS, TabularModel
+from nestfed.workbench.task_options import TASKS
 
 KEY = jax.random.key(0)
 normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
@@ -334,6 +337,50 @@ def test_a_network_trains_in_a_federation_whatever_the_client_axis():
     close(runs[0].server.x, runs[1].server.x)
     assert runs[0].history["loss"][0] > 0.4 and runs[0].history["loss"][-1] < 0.1
     assert bool((model(runs[0].params(), images).argmax(1) == label).all())
+
+
+# ------------------------------------------------------------------------------------------------- in the named tasks
+
+
+@pytest.fixture
+def table(tmp_path) -> pd.DataFrame:
+    """Who is ill follows from the product of two numbers: nothing linear finds it. Written to my.csv too."""
+    random = np.random.default_rng(0)
+    a, b = random.normal(size=(2, 240)).round(2)
+    ill = np.where(a * b > 0, "yes", "no")
+    sex, site = random.choice(["f", "m"], 240), np.repeat(["north", "south", "east"], 80)
+    word = random.choice(["x", "y", "z"], 240)
+    frame = pd.DataFrame({"a": a, "b": b, "word": word, "sex": sex, "site": site, "ill": ill})
+    frame.to_csv(tmp_path / "my.csv", index=False)
+    return frame
+
+
+ROLES = {"label": "ill", "positive": "yes", "clients": "site", "group": "sex"}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_method_of_every_task_has_its_derivatives_of_the_tabular_network(task, table, tmp_path):
+    """Every method's round is traced: products with Hessians, gradients of gradients, heads and bodies."""
+    prices = workbench.cost_table(task, data=str(tmp_path / "my.csv"), model="tabular", batch_size=4, **ROLES)
+    assert set(prices["method"]) == {method.title for method in SCENARIOS[task].methods.values()}
+
+
+def test_a_network_trained_by_a_nested_method_finds_what_nothing_linear_does(table, tmp_path):
+    study = workbench.run(
+        "auprc", algorithm="fcsg-m", data=str(tmp_path / "my.csv"), model="tabular", steps=300, batch_size=32,
+        evaluations=1, out=tmp_path / "run", progress=False, **ROLES,
+    )  # fmt: skip
+    final = study.record.final.iloc[0]
+    assert final["test_average_precision"] > 0.8 > 0.6 > table["ill"].eq("yes").mean()
+    # The saved model needs nothing but its file and new rows.
+    model = TabularModel.load(next((tmp_path / "run" / "models").glob("*.npz")))
+    new = table.drop(columns=["ill", "site"])
+    np.testing.assert_array_equal(model.probability(new), study.model("fcsg-m").probability(new))
+    unseen = model.encoder.transform(new.assign(word="never seen"))
+    words = [i for i, name in enumerate(model.encoder.names) if name.startswith("word=")]
+    assert words and (unseen[:, words] == 0).all()
+    with pytest.raises(UserError, match="the columns b are missing; the features were fitted on a, b, word"):
+        model.probability(new.drop(columns="b"))
 
 
 # ------------------------------------------------------------------------------------------------- by name, mistakes

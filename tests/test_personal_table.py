@@ -203,7 +203,7 @@ def test_in_logistic_regression_the_head_is_the_intercept(name, scenario):
     trials = set_up(own, [0])
     trace = run_method(trials, name, own.algorithms(name, trials.first, {}), 0, Budget(evaluations=1), progress=False)
     ((layer,),) = (own.thetas(trials.first, trace.left),)
-    slopes, intercepts = layer["weight"][:, :, 0], layer["bias"][:, 0]
+    slopes, intercepts = (np.asarray(layer[name])[..., 0] for name in ("weight", "bias"))
     assert slopes.shape == (len(NAMES), trials.first.data.inputs.shape[1]) and len(set(intercepts.tolist())) == 3
     alike = np.abs(slopes - slopes[0]).max() < 1e-12
     assert alike == (name == "fedrep")  # the others have bodies of their own

@@ -99,6 +99,10 @@ class Scenario(abc.ABC, Generic[Setup]):
             own[method.stage_of(key)][method.plain(key)] = value
         return [make(stage.algorithm, **settings) for stage, settings in zip(method.stages, own, strict=True)]
 
+    def output_of(self, stage: Stage) -> str:
+        """Which iterate of a stage counts where the user does not say."""
+        return stage.output
+
     def choose_methods(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
         """The methods of a run, from those that it names."""
         return self.options.usual if asked is None else asked

@@ -109,7 +109,7 @@ class Budget:
         stages, number = scenario.method(trace.method).stages, len(trace.stages)
         output = self.output if number + 1 == len(stages) else None
         if output is None:
-            output = stages[number].output
+            output = scenario.output_of(stages[number])
             # The best iterate is known by evaluations alone, and by rows that no guarantee covers.
             if output == "best" and (self.evaluations is None or self.privacy is not None):
                 output = "last"
