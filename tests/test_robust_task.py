@@ -239,6 +239,8 @@ def test_no_row_can_weigh_more_than_the_bound(scenario):
 def test_the_usual_run_needs_no_option():
     request = Request.of({"task": "robust"})
     assert request.methods == ["fedavg", "feddro", "ds-feddro"]
+    tuned = {name: list(request.scenario.method(name).stages[0].tuned) for name in request.methods}
+    assert tuned == {"fedavg": [], "feddro": ["lr"], "ds-feddro": ["lr"]}  # the score is not what FedAvg minimises
     for seed in range(3):
         setup = request.scenario.set_up(seed)
         rates = [setup.data.label[setup.data.client == k].mean() for k in range(3)]
