@@ -239,6 +239,8 @@ def test_no_row_can_weigh_more_than_the_bound(scenario):
 def test_the_usual_run_needs_no_option():
     request = Request.of({"task": "robust"})
     assert request.methods == ["fedavg", "feddro", "ds-feddro"]
+    tuned = {name: list(request.scenario.method(name).stages[0].tuned) for name in request.methods}
+    assert tuned == {"fedavg": [], "feddro": ["lr"], "ds-feddro": ["lr"]}  # the score is not what FedAvg minimises
     for seed in range(3):
         setup = request.scenario.set_up(seed)
         rates = [setup.data.label[setup.data.client == k].mean() for k in range(3)]
@@ -374,6 +376,7 @@ def test_an_objective_that_ends_above_its_start_is_no_result(call, tmp_path):
 
 def test_gradients_are_bounded_by_the_clients_mean_lengths(scenario):
     setup = scenario.set_up(0)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(setup.theta))  # at the start no row has more weight
     inputs, _ = training_rows(setup)
     client = setup.data.client[setup.data.part == TRAIN]
     lengths = np.linalg.norm(inputs, axis=1)  # of the logit's gradient, (inputs, 1)

@@ -29,9 +29,9 @@ Departures
     analysis and leaves a bias of beta (local_steps - 1) / 2 mean_k J_k^T f''(g) (g_k - g); "broadcast" uses the y that
     the server sent, and leaves none.
   * Any optax optimiser can take the server's step of x (`optimizer=`); server_lr is then not used.
-  * `clip` shortens a client's long gradients before its step; the papers do not, and by default nobody does. The
-    composed loss of rows that weigh up to e^loss is no smooth function: its curvature grows with its gradient, and one
-    row of large inputs makes a step overshoot by so much that all other rows pay (docs/robust.md has the numbers).
+  * `clip` shortens a client's long gradients before its step; the papers do not, and by default nobody does. A robust
+    loss gives a row a weight of e^loss: one with large inputs that is rarely drawn makes a step overshoot by so much
+    that all other rows pay for it (docs/robust.md has the numbers).
   * y starts as the mean over `first_batches` batches. Estimates outside the domain of f are projected, which is noted.
 """
 
