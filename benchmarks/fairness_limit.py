@@ -37,6 +37,7 @@ def run_ours(settings: dict[str, Any], seeds: int) -> pd.DataFrame:
             algorithm=["limited"],
             seeds=seeds,
             evaluations=1,
+            tune=False,
             progress=False,
             out=Path(folder) / "run",
             **settings,

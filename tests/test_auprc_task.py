@@ -21,11 +21,12 @@ from nestfed.problems.ranking import AveragePrecision, find_precisions
 from nestfed.report import figures
 from nestfed.report.page import render
 from nestfed.report.record import Record
+from nestfed.uploads.privacy import LocalDP
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
 from nestfed.workbench.scenarios.auprc import EVERYBODY, Auprc, area_under_curve, average_precision
 from nestfed.workbench.scenarios.tabular import mean_loss
-from nestfed.workbench.stages import Budget, set_up, sweep_method
+from nestfed.workbench.stages import Budget, run_method, set_up, sweep_method
 from nestfed.workbench.task_options import AuprcOptions
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +137,7 @@ def test_clients_count_by_their_positives_and_who_has_none_not_at_all(scenario):
 
 def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(scenario):
     """A sweep lays the rows of all seeds in one pool: metrics in training are those of the final state of each."""
-    short = scenario.change(steps=10)
+    short = scenario.change(steps=10, warm_start=False)
     trials = sweep_method(
         set_up(short, range(2)), "soap", {}, {"lr": [0.01, 1.0]}, Budget(evaluations=1), progress=False
     )
@@ -147,6 +148,27 @@ def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(scenari
         assert set(recorded) == set(final)
         for name, value in recorded.items():
             assert value == pytest.approx(final[name], rel=1e-6), name
+
+
+def test_ranking_begins_with_the_model_of_fedavg_and_never_ends_below_it_on_validation_rows(scenario):
+    short = scenario.change(steps=40)
+    trials = set_up(short, [0])
+
+    def run(name, budget=Budget(evaluations=4), **changes):  # noqa: B008  (never changed)
+        algorithms = short.algorithms(name, trials.first, changes)
+        return run_method(trials, name, algorithms, 0, budget, progress=False)
+
+    theta = lambda trace: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(trace.left.theta)])
+    missed = lambda trace: short.score(short.evaluate(trials.first, trace.left)[0])
+    fedavg, still, wild = run("fedavg"), run("fcsg-m", **{"rank.lr": 1e-12}), run("fcsg-m", **{"rank.lr": 300.0})
+    np.testing.assert_allclose(theta(still), theta(fedavg), atol=1e-8)
+    assert [stage.name for stage in wild.stages] == ["warm", "rank"] and wild.stages[1].output == "best"
+    assert missed(wild) <= missed(fedavg) + 1e-9
+    last = run("fcsg-m", Budget(evaluations=4, output="last"), **{"rank.lr": 300.0})
+    assert missed(last) > missed(wild)
+    # Rows that choose an iterate are covered by no guarantee: with privacy the last one counts.
+    private = Budget(rounds=1, evaluations=1, privacy=LocalDP(clip=1.0, noise_multiplier=1.0, delta=1e-5))
+    assert run("fcsg-m", private).stages[1].output == "last"
 
 
 # ------------------------------------------------------------------------------------------------- the command line
@@ -172,7 +194,18 @@ def surrogate(scenario, setup, theta) -> float:
 def test_own_banks_in_one_command(call, path, scenario, monkeypatch):
     words = ["--data", path, "--label", "fraud", "--positive", "yes", "--clients", "bank", "--batch-size", "16"]
     code, out, err = call(
-        "run", "auprc", *words, "--steps", "100", "--evaluations", "2", "--recall", "0.5", "--out", "a"
+        "run",
+        "auprc",
+        *words,
+        "--steps",
+        "100",
+        "--evaluations",
+        "2",
+        "--recall",
+        "0.5",
+        "--no-warm-start",
+        "--out",
+        "a",
     )
     assert code == 0, err
     assert "No positive training row (first seed): harbour." in out.replace("\n", " ")
@@ -253,8 +286,10 @@ def test_cost_and_lists_know_the_task(call, path):
         "cost", "auprc", "--data", path, "--label", "fraud", "--positive", "yes", "--clients", "bank", "--json"
     )
     assert code == 0, err
-    sent = pd.DataFrame(json.loads(out)).set_index("method")["bytes up"]
+    table = pd.DataFrame(json.loads(out))
+    sent = table[table.stage != "warm"].set_index("method")["bytes up"]
     assert len(sent) == len(Auprc.methods)
+    assert set(table[table.stage == "warm"]["bytes up"]) == {sent["FedAvg"]}
     number = jnp.zeros(()).dtype.itemsize
     assert sent["FCSG"] == sent["SOAP"] == sent["FedAvg"]
     assert sent["FCSG-M"] == sent["Acc-FCSG-M"] == 2 * sent["FCSG"]

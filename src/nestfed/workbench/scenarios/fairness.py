@@ -44,9 +44,7 @@ from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
     STATISTICS,
-    GroupThresholds,
     Tabular,
-    TabularModel,
     TabularSetup,
     TabularTask,
     area_under_roc,
@@ -54,6 +52,7 @@ from nestfed.workbench.scenarios.tabular import (
     single_level,
 )
 from nestfed.workbench.task_options import FairnessOptions
+from nestfed.workbench.trained import GroupThresholds, TabularModel
 
 # ------------------------------------------------------------------------------------------------- the task
 
@@ -180,14 +179,20 @@ class FairnessSetup(TabularSetup):
 
 
 def weighted_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
-    """The model's own stage: group weights of 1, or those that the stage before found."""
-    weights, by_label = jnp.ones(setup.groups), False
+    """The model's own stage: group weights of 1, or those that the stage before found, with its weights of clients."""
+    weights, by_label, averaging = jnp.ones(setup.groups), False, None
     if before is not None:
         weights = before.problem.weights(before.problem.tree(0, before.server.x))
         by_label = before.problem.by_label
+        averaging = averaging_of(before.problem)
     penalty = scenario.options.penalty
     problem = WeightedRisk(weights=weights, by_label=by_label, penalty=penalty, model=setup.model)
-    return scenario.pose(setup, problem, setup.theta)
+    return scenario.pose(setup, problem, setup.theta, averaging=averaging)
+
+
+def averaging_of(problem: GroupWeights) -> str | None:
+    """The gap of all clients' rows needs every row to count the same; None: as the user says."""
+    return "samples" if isinstance(problem, GapWeights) else None
 
 
 def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
@@ -199,7 +204,6 @@ def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) ->
 
 
 def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
-    """The gap of all clients' rows needs every row to count the same: clients are then weighed by their rows."""
     chosen = scenario.options
     settings = {
         "groups": setup.groups,
@@ -210,12 +214,11 @@ def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> Ta
         "by_label": scenario.weighs_labels,
     }
     if scenario.follows_paper:
-        problem, averaging = GroupWeights(**settings), None
+        problem = GroupWeights(**settings)
     else:
-        problem, averaging = GapWeights(shares=setup.shares("eqopp", TRAIN, VALIDATION)[0], **settings), "samples"
-    return scenario.pose(
-        setup, problem, (problem.start(), setup.theta), task_class=GroupWeightsTask, averaging=averaging
-    )
+        problem = GapWeights(shares=setup.shares("eqopp", TRAIN, VALIDATION)[0], **settings)
+    start, averaging = (problem.start(), setup.theta), averaging_of(problem)
+    return scenario.pose(setup, problem, start, task_class=GroupWeightsTask, averaging=averaging)
 
 
 def limited_gaps(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
@@ -250,12 +253,12 @@ def disparity_limit(scenario: "Fairness", setup: FairnessSetup, before: Any) -> 
 
 
 def _two_stages(name: str, paper: dict[str, Any], gap: dict[str, Any]) -> Method:
-    """Settings for either objective."""
+    """Settings for either objective; with the gap `lower_lr` is in units of what the curvature allows."""
 
     def weights(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
-        neumann_step = 1 / (setup.curvature + scenario.options.penalty)
-        own = paper if scenario.follows_paper else gap
-        return own | {"local_steps": LOCAL_STEPS, "hypergradient.lr": float(f"{neumann_step:.2g}")}
+        step = 1 / (setup.curvature + scenario.options.penalty)
+        own = paper if scenario.follows_paper else gap | {"lower_lr": _round(gap["lower_lr"] * step)}
+        return own | {"local_steps": LOCAL_STEPS, "hypergradient.lr": _round(step)}
 
     model = lambda scenario, setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}
     doc = f"{ALGORITHMS[name].__name__} learns group weights on balanced validation data; FedAvg then trains with them."
@@ -265,10 +268,14 @@ def _two_stages(name: str, paper: dict[str, Any], gap: dict[str, Any]) -> Method
 
 def _limited(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
     """Two stages of half the steps each: what a stage returns is the average of its points."""
-    half = max(1, scenario.options.steps // 2)
-    return {"lr": 0.5, "dual_lr": 0.1, "gamma": np.inf, "stage_steps": half, "growth": 1.0, "shrink": 1.0} | {
+    half, step = max(1, scenario.options.steps // 2), _round(1 / (setup.curvature + scenario.options.penalty))
+    return {"lr": step, "dual_lr": 0.1, "gamma": np.inf, "stage_steps": half, "growth": 1.0, "shrink": 1.0} | {
         "local_steps": LOCAL_STEPS
     }
+
+
+def _round(step: float) -> float:
+    return float(f"{step:.2g}")
 
 
 def _fcfl(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
@@ -301,7 +308,7 @@ METHODS: dict[str, Method] = {
     "fedbioacc": _two_stages(
         "fedbioacc",
         {"lr": 1.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0},
-        {"lr": 3.0, "lower_lr": 30.0, "c_nu": 50.0, "c_omega": 50.0},
+        {"lr": 3.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0},
     ),
     **{name: single_level(name, weighted_risk, lr=0.1) for name in AVERAGE_LOSS},
     LIMITED: Method(
@@ -309,7 +316,7 @@ METHODS: dict[str, Method] = {
         "Primal-dual training for several limits on the gap; chooses the most accurate model within the one given.",
         (
             Stage("model", "fedavg", weighted_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),
-            Stage("models", "coda-plus", limited_gaps, _limited),
+            Stage("models", "coda-plus", limited_gaps, _limited, tuned={}),
         ),
     ),
 }
@@ -355,7 +362,7 @@ class Fairness(Tabular[FairnessSetup]):
         weights, *later = method.stages
         if self.follows_paper or weights.task is not group_weights:
             return method
-        return dataclasses.replace(method, stages=(dataclasses.replace(weights, output="average"), *later))
+        return dataclasses.replace(method, stages=(dataclasses.replace(weights, output="average", tuned={}), *later))
 
     @property
     def follows_paper(self) -> bool:

@@ -7,7 +7,7 @@ off the worst of them are, are what counts.
 """
 
 import dataclasses
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -17,27 +17,25 @@ import optax
 import pandas as pd
 
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, setting, static, struct, suggest
+from nestfed.core.settings import setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.data import TEST, TRAIN, Encoder, Federated
+from nestfed.data import TEST, TRAIN, Federated
 from nestfed.models import RowModel
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
 from nestfed.verbs.personalise import PersonalTask, spread
-from nestfed.workbench.scenario import Method, Stage
+from nestfed.workbench.scenario import STEP_SIZE, Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
     Tabular,
-    TabularModel,
     TabularSetup,
     part_of,
-    read_model,
-    save_model,
     table_rows,
 )
 from nestfed.workbench.task_options import PersonalOptions
+from nestfed.workbench.trained import ClientModels
 
 # ------------------------------------------------------------------------------------------------- the task
 
@@ -110,8 +108,12 @@ TUNING_LR = {"all": 0.001, "head": 0.01}
 MODEL, TUNING = "model", "tuning"
 
 
-def _stage(algorithm: str, **settings: Any) -> Stage:
-    return Stage(MODEL, algorithm, from_the_start, lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings})
+WIDE = (0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0)  # factors of what hardly pulls
+
+
+def _stage(algorithm: str, *, tuned: Mapping[str, tuple[float, ...]] = STEP_SIZE, **settings: Any) -> Stage:
+    chosen = lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings}
+    return Stage(MODEL, algorithm, from_the_start, chosen, tuned=tuned)
 
 
 def _tuning_stage(trains: str) -> Stage:
@@ -143,7 +145,7 @@ METHODS: dict[str, Method] = {
     "fedreco": Method(
         "FedReCo",
         "Own models, whose representations are drawn towards a common one.",
-        (_stage("fedreco", head_steps=LOCAL_STEPS),),
+        (_stage("fedreco", head_steps=LOCAL_STEPS, tuned=STEP_SIZE | {"coupling": WIDE, "server_lr": WIDE}),),
     ),
     "fedreco-pvr": Method(
         "FedReCo-PVR",
@@ -151,38 +153,6 @@ METHODS: dict[str, Method] = {
         (_stage("fedreco-pvr", head_steps=LOCAL_STEPS),),
     ),
 }
-
-
-# ------------------------------------------------------------------------------------------------- trained models
-
-
-@dataclasses.dataclass(frozen=True)
-class ClientModels:
-    """The models of all clients, with what it takes to use them on new rows."""
-
-    model: RowModel
-    thetas: PyTree  # every leaf [clients, ...]
-    encoder: Encoder
-    clients: tuple[str, ...]
-
-    def of(self, client: str) -> TabularModel:
-        """The model of the client of this name."""
-        if client not in self.clients:
-            hint = f"{suggest(client, self.clients)} Known are {', '.join(self.clients)}."
-            raise UserError(f"there is no model of the client {client!r}{hint}")
-        theta = jax.tree.map(lambda a: a[self.clients.index(client)], self.thetas)
-        return TabularModel(self.model, theta, self.encoder)
-
-    def save(self, path: Path) -> None:
-        """One file of plain arrays and text: nothing in it can run code."""
-        save_model(path, self.model, self.thetas, self.encoder, clients=list(self.clients))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "ClientModels":
-        model, thetas, encoder, about = read_model(path)
-        if "clients" not in about:
-            raise UserError(f"{path} holds one model for all clients; load it by nestfed.TabularModel.load.")
-        return cls(model, thetas, encoder, tuple(about["clients"]))
 
 
 # ------------------------------------------------------------------------------------------------- the scenario
