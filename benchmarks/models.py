@@ -83,16 +83,18 @@ def fit_pooled(name: str, table: str, seed: int) -> dict[str, float]:
 def train(
     method: str, model: str, table: str, seeds: Sequence[int], evaluations: int = 1
 ) -> Iterator[tuple[int, dict[str, Any], StageTrace]]:
-    """Train by a method with the model's defaults, seed after seed: its numbers, and all that its stage left."""
+    """Train by a method with the model's defaults, seed after seed: its numbers, and its last stage."""
     scenario = scenario_of(table, model=model)
     trials = set_up(scenario, seeds)
     for seed, setup in trials.setups.items():
         algorithms = scenario.algorithms(method, setup, {})
         trace = run_method(trials, method, algorithms, seed, Budget(evaluations=evaluations), progress=False)
-        (stage,) = trace.stages
-        price = stage.cost.round
-        sent = {"exchanges": price.exchanges * stage.done, "MB": price.bytes_up * stage.done / 1e6}
-        yield seed, measure(setup.data, scenario.logits(setup, trace.left)) | sent, stage
+        rounds = [(stage.cost.round, stage.done) for stage in trace.stages]
+        sent = {
+            "exchanges": sum(price.exchanges * done for price, done in rounds),
+            "MB": sum(price.bytes_up * done for price, done in rounds) / 1e6,
+        }
+        yield seed, measure(setup.data, scenario.logits(setup, trace.left)) | sent, trace.stages[-1]
 
 
 def run(name: str, table: str, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -139,7 +139,7 @@ def run_trees(table: str, seed: int, trees: int, most: int) -> list[dict[str, An
     for number, (logits, traffic) in enumerate(boost(bins, ordered, data.label, clients, trees=trees), 1):
         if number in AT:
             sent = {"exchanges": traffic.exchanges, "MB": BYTES * traffic.numbers / 1e6}
-            found.append({"model": f"{number} trees", "seed": seed, **sent, **measure(data, logits)})
+            found.append({"model": f"{number} tree{'s' * (number > 1)}", "seed": seed, **sent, **measure(data, logits)})
     return found
 
 
