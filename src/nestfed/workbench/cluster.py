@@ -190,7 +190,7 @@ def run_member(main: Callable[[], None]) -> None:
         return
     print(end="", flush=True)
     print(end="", flush=True, file=sys.stderr)
-    if number == "0":
+    if number == "0" and code != LOST:
         time.sleep(GRACE / 2)  # JAX ends the others with it: where all end, they say first what they have to say
     os._exit(code)
 
