@@ -59,7 +59,7 @@ def ends_of(watchers: list[subprocess.Popen[str]], seconds: float) -> list[tuple
     return [(code, error) for (_, error), code in told]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others_with_one_line_each(tmp_path, victim):
     watchers = watch_by_hand(tmp_path)
     os.kill(members(tmp_path)[victim], signal.SIGKILL)
@@ -70,6 +70,7 @@ def test_a_killed_process_ends_the_others_with_one_line_each(tmp_path, victim):
     assert all(error.count("\n") == 1 for _, error in ends)
 
 
+@pytest.mark.slow
 def test_whoever_loses_its_watcher_ends(tmp_path):
     watchers = watch_by_hand(tmp_path)
     watchers[1].kill()
@@ -135,7 +136,7 @@ def commands_of_page(start: str) -> list[list[str]]:
     "how",
     [
         "here",
-        "srun",
+        pytest.param("srun", marks=pytest.mark.slow),
         pytest.param("by hand", marks=pytest.mark.slow),
         pytest.param("mpirun", marks=pytest.mark.slow),
     ],

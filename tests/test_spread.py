@@ -32,7 +32,7 @@ def check(folder: Path, running: list[subprocess.Popen[bytes]], *names: str) -> 
     try:
         (folder / "alone").mkdir(exist_ok=True)
         expected = {name: find(folder / "alone", name) for name in names}
-        codes = [process.wait(timeout=500) for process in running]
+        codes = [process.wait(timeout=1500) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -49,23 +49,22 @@ def test_every_algorithm_has_the_numbers_of_one_device_on_two(tmp_path, part):
     check(tmp_path, [launch(tmp_path, *names, XLA_FLAGS=f"{DEVICES}2")], *names)
 
 
+def test_processes_have_the_numbers_of_one_and_go_on_with_each_others_checkpoints(tmp_path):
+    find(tmp_path, "round 1")  # in this process alone
+    some = ["everything, side by side", "everything, in turn", "gathers, in turn", "round 2"]
+    check(tmp_path, launch_processes(tmp_path, 2, *some), *some)
+    others = ["poisson and a trusted server", "round 3"]
+    check(tmp_path, launch_processes(tmp_path, 3, *others), *others)
+    assert not find_gaps("round 4", find(tmp_path, "round 4"), find(tmp_path / "alone", "round 4"))
+
+
+@pytest.mark.slow
 def test_whatever_a_run_has_is_the_same_on_three_devices(tmp_path):
     check(tmp_path, [launch(tmp_path, *THOROUGH, XLA_FLAGS=f"{DEVICES}3")], *THOROUGH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3])
-def test_every_algorithm_has_the_numbers_of_one_process_in_several(tmp_path, number):
-    check(tmp_path, launch_processes(tmp_path, number, *CASES), *CASES)
-
-
-IN_PROCESSES = ("everything, side by side", "everything, in turn", "gathers, in turn", "scaled", "metrics of all",
-                "diverges", "single precision")  # fmt: skip
-
-
-def test_processes_have_the_numbers_of_one_and_go_on_with_each_others_checkpoints(tmp_path):
-    find(tmp_path, "round 1")  # in this process alone
-    check(tmp_path, launch_processes(tmp_path, 2, *IN_PROCESSES, "round 2"), *IN_PROCESSES, "round 2")
-    some = [*IN_PROCESSES[:2], "poisson and a trusted server", "round 3"]
-    check(tmp_path, launch_processes(tmp_path, 3, *some), *some)
-    assert not find_gaps("round 4", find(tmp_path, "round 4"), find(tmp_path / "alone", "round 4"))
+@pytest.mark.parametrize("names", [[*CASES], [*THOROUGH]], ids=["every algorithm", "whatever a run has"])
+def test_several_processes_have_the_numbers_of_one(tmp_path, number, names):
+    check(tmp_path, launch_processes(tmp_path, number, *names), *names)

@@ -8,7 +8,7 @@ import re
 import sys
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -45,7 +45,7 @@ def identify_run(inputs: Inputs, options: Options) -> dict[str, str]:
     parts = {
         "algorithm": _without_addresses(repr(algorithm)),
         "functions": identify(algorithm, type(algorithm).__name__),
-        "task": identify(inputs.task, "the task"),
+        "task": identify(jax.tree.map(_as_on_device, inputs.task), "the task"),
         "metrics": identify(options.metrics, "metrics"),
         "seed": f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}",
         "precision": str(jax.numpy.result_type(float)),
@@ -56,6 +56,14 @@ def identify_run(inputs: Inputs, options: Options) -> dict[str, str]:
     if any(transform.noisy for transform in uploads):  # a run is for tests as a whole, or not at all
         parts["noise_seed"] = repr(options.noise_seed)
     return parts
+
+
+def _as_on_device(leaf: Any) -> Any:
+    """As one device would hold it: on several of them a task stays on the host, where a number may be Python's."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    array = np.asarray(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def describe_run(inputs: Inputs, options: Options) -> dict[str, str]:

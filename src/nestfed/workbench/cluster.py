@@ -82,11 +82,13 @@ def _find_places(options: ClusterOptions) -> list[tuple[int, str]] | None:
         return [(own, f"{options.coordinator},{number},{own}")]
     if own is not None:
         raise UserError("--process-id was given without --coordinator; name host:port of process 0.")
+    if number == 1:
+        return None
     if number is not None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        return None if number == 1 else [(i, f"{address},{number},{i}") for i in range(number)]
+        return [(i, f"{address},{number},{i}") for i in range(number)]
     for of_all, of_own, mark in LAUNCHERS.values():
         if mark in os.environ and int(os.environ.get(of_all, "1")) > 1:
             return [(int(os.environ[of_own]), FOUND)]
@@ -131,13 +133,14 @@ def _watch(members: list[Member]) -> int:
             deadline = time.monotonic() + GRACE
         if deadline is not None and time.monotonic() > deadline:
             for member in members:
-                member.given_up = member.child.poll() is None
-                member.child.kill()
+                if member.child.poll() is None:
+                    member.given_up = True
+                    member.child.kill()
         time.sleep(0.02)
     speaks = lambda member: member.number == members[0].number or member.child.returncode not in SAID
     for member in members:
         code = member.child.returncode
-        if not member.given_up and code >= 0 and code != LOST and speaks(member):
+        if not member.given_up and 0 <= code != LOST and speaks(member):
             if code and member.number and member.said:
                 print(member.said, file=sys.stderr)
             return code
@@ -187,7 +190,7 @@ def run_member(main: Callable[[], None]) -> None:
         return
     print(end="", flush=True)
     print(end="", flush=True, file=sys.stderr)
-    if number == "0":
+    if number == "0" and code != LOST:
         time.sleep(GRACE / 2)  # JAX ends the others with it: where all end, they say first what they have to say
     os._exit(code)
 
