@@ -48,6 +48,22 @@ def untuned():
 
 
 @pytest.fixture
+def nothing_left_running(monkeypatch, tmp_path):
+    """No process that a test started, or one of these did, is there at its end."""
+    monkeypatch.setenv("NESTFED_TEST_MARK", str(tmp_path))
+    yield
+    mark = f"NESTFED_TEST_MARK={tmp_path}".encode()
+    left = []
+    for process in Path("/proc").glob("[0-9]*"):  # Linux only
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                left.append((process / "cmdline").read_text())
+        except OSError:  # it has just ended, or is another user's
+            continue
+    assert not left
+
+
+@pytest.fixture
 def undrawn(monkeypatch):
     """Figures are made but not drawn, which takes seconds per report: for tests of other things."""
     from nestfed.report import figures  # heavy, and few tests want it

@@ -4,11 +4,14 @@
 NESTFED_REQUIRE_DATA. A test that misses what is said to be there fails.
 """
 
+import contextlib
 import functools
 import os
 import runpy
+import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,6 +37,15 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -
         except subprocess.TimeoutExpired:
             continue
         assert path.exists(), f"the process ended before it wrote {path}"
+
+
+def free_port(among: Iterable[int] = (0,)) -> int:
+    """One that nobody listens at, any or the first among these."""
+    for port in among:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return free.getsockname()[1]
+    raise AssertionError("no port is free")
 
 
 def shared_data() -> Path:

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["cohorts.md", "compositional.md", "personal.md", "privacy.md", "start.md", "tutorials/researcher.md"]
+PAGES = [
+    "cohorts.md",
+    "compositional.md",
+    "estimators.md",
+    "own-model.md",
+    "personal.md",
+    "privacy.md",
+    "start.md",
+    "track.md",
+    "tutorials/bank.md",
+    "tutorials/consortium.md",
+    "tutorials/researcher.md",
+]
 MARK = "--- end of block ---"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 

@@ -418,29 +418,6 @@ def python(code: str, **environment: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_clients_spread_over_devices():
-    code = """
-import json, jax, numpy as np
-jax.config.update("jax_enable_x64", True)
-from cases import CASES, TASKS
-from nestfed import simulate
-task = TASKS["single level"]((5, 9, 7, 6, 5, 8))
-algorithm = CASES["scaffold"].algorithm("scaffold")
-out = {"devices": len(jax.devices())}
-for name, options in dict(full={}, partial=dict(cohort=4, dropout=0.2)).items():
-    result = simulate(algorithm, task, 3, rounds=3, **options)
-    out[name] = np.asarray(result.server.x).tolist()
-    out[name + " spread"] = len(result.clients.c_k.sharding.device_set)
-print(json.dumps(out))
-"""
-    many = python(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    assert many["devices"] == 2 and many["full spread"] == 2
-    task, algorithm = TASKS["single level"]((5, 9, 7, 6, 5, 8)), CASES["scaffold"].algorithm("scaffold")
-    for name, options in {"full": {}, "partial": {"cohort": 4, "dropout": 0.2}}.items():
-        one = simulate(algorithm, task, 3, rounds=3, **options)
-        assert many[name] == pytest.approx(np.asarray(one.server.x).tolist(), abs=1e-12)
-
-
 def test_memory_of_clients_in_turn_is_that_of_a_chunk():
     """Activations of all clients at once, or of one client at a time: read off the compiled programs."""
 

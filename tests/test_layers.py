@@ -24,6 +24,7 @@ LAYERS = {
     "experiments": {
         "core", "uploads", "problems", "models", "data", "report", "algorithms", "engine", "verbs", "workbench",
     },
+    "sklearn": {"core", "data", "workbench"},
     "cli": {"core", "data", "report", "algorithms", "workbench", "experiments"},
 }  # fmt: skip
 SOURCE = Path(nestfed.__file__).parent

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("start", "own-data", "command-line")]
+NAMES = ("start", "own-data", "command-line", "track", "tutorials/bank")
+PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in NAMES]
 OWN_PROBLEM = (ROOT / "docs" / "own-problem.md").read_text()
 
 
@@ -66,8 +67,11 @@ def test_other_commands_run_as_they_stand_there(commands, tmp_path, call):
     table = pd.DataFrame({"age": age, "sex": sex, "region": region, "income": income})
     table.to_csv(tmp_path / "my.csv", index=False)
     (tmp_path / "sites").mkdir()
+    (tmp_path / "branches").mkdir()
     for name, rows in table.groupby("region"):
         rows.to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
+        branch = rows.assign(fraud=np.where(rows.age > 60, "yes", "no"))  # beside the tutorial, which makes its own
+        branch.to_csv(tmp_path / "branches" / f"{name}.csv", index=False)
     for command in commands:
         _, verb, *words = shlex.split(command)
         if command == AS_A_PROCESS:

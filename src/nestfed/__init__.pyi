@@ -10,6 +10,9 @@ from . import data as data
 from . import models as models
 from . import problems as problems
 
+# Estimators of scikit-learn
+from . import sklearn as sklearn
+
 # What happens to uploads
 from . import uploads as uploads
 from . import workbench as workbench
@@ -57,5 +60,7 @@ from .verbs.sweeps import sweep as sweep
 from .workbench import Study as Study
 from .workbench import compare as compare
 from .workbench import run as run
-from .workbench.scenarios import ClientModels as ClientModels
-from .workbench.scenarios import TabularModel as TabularModel
+from .workbench.tracking import Evaluation as Evaluation
+from .workbench.tracking import Tracker as Tracker
+from .workbench.trained import ClientModels as ClientModels
+from .workbench.trained import TabularModel as TabularModel

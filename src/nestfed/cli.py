@@ -24,14 +24,17 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from nestfed import workbench
 from nestfed.core.settings import UserError
 from nestfed.experiments import EXPERIMENTS
+from nestfed.workbench import cluster
 from nestfed.workbench.fields import Option, flatten, merge_file, options_of, parse_pair, parse_value, read_settings
 from nestfed.workbench.task_options import (
     DATA,
     PRIVACY,
     TASK,
     TASKS,
+    TRACKERS,
     TRAINING,
     USUAL_TASK,
+    ClusterOptions,
     CommonOptions,
     TabularOptions,
     find_task,
@@ -206,6 +209,9 @@ def _make_output_flag(*names: str, help: str, **more: Any) -> TyperOption:
 
 
 OUT = _make_output_flag("--out", type=click.Path(path_type=Path), help=OUT_HELP)
+TRACK = _make_output_flag(
+    "--track", multiple=True, type=Choice(TRACKERS), help="Tell settings, curves and results to it. May be repeated."
+)
 RESUME_HELP = "Go on with the run in --out, or with that of the file."
 RESUME = _make_output_flag("--resume", is_flag=True, default=False, help=RESUME_HELP)
 JSON = _make_output_flag("--json", "json_", is_flag=True, default=False, help=JSON_HELP)
@@ -219,8 +225,20 @@ GRID = TyperOption(
 )
 
 
-@add_verb(OUT, RESUME, JSON, QUIET)
-def run(settings: dict[str, Any], file: str | None, out: Path | None, resume: bool, json_: bool, quiet: bool) -> None:
+PROCESSES = [make_flag(option, TASKS[USUAL_TASK]) for option in options_of(ClusterOptions).values()]
+
+
+@add_verb(OUT, RESUME, TRACK, JSON, QUIET, *PROCESSES)
+def run(
+    settings: dict[str, Any],
+    file: str | None,
+    out: Path | None,
+    resume: bool,
+    track: Sequence[str],
+    json_: bool,
+    quiet: bool,
+    **processes: Any,
+) -> None:
     """Train one or several methods on a task, write a folder with everything, and a report.
 
     nestfed run fairness --algorithm fedavg --algorithm fedbio --seeds 3
@@ -233,13 +251,16 @@ def run(settings: dict[str, Any], file: str | None, out: Path | None, resume: bo
 
     `nestfed run TASK --help` shows what a task may be asked for.
     """
-    out = _choose_out(settings, out)
+    code = cluster.lead(ClusterOptions(**processes))
+    if code is not None:
+        raise typer.Exit(code)
+    out, named = _choose_out(settings, out), settings.pop("track", ())
     if resume and out is None:
         # The settings of a run lie in its folder: going on with them means going on there.
         out = Path(file).parent if file is not None and Path(file).name == "settings.toml" else None
         if out is None:
             raise UserError("--resume was given without --out; name the folder of the run to go on with.")
-    _run(settings, out=out, resume=resume, json_=json_, quiet=quiet)
+    _run(settings, out=out, resume=resume, track=track or named, json_=json_, quiet=quiet)
 
 
 @add_verb(GRID, OUT, JSON, QUIET)
@@ -301,7 +322,7 @@ def demo(
     from nestfed.workbench.commands import find_fresh
     from nestfed.workbench.demo import SETTINGS
 
-    _run({**SETTINGS}, out=find_fresh(out), resume=False, json_=json_, quiet=quiet)
+    _run({**SETTINGS}, out=find_fresh(out), json_=json_, quiet=quiet)
 
 
 @app.command("list")
@@ -388,14 +409,22 @@ def _choose_out(settings: dict[str, Any], flag: Path | None) -> Path | None:
     return flag if flag is not None or named is None else Path(str(named))
 
 
-def _run(settings: dict[str, Any], *, out: Path | None, resume: bool, json_: bool, quiet: bool) -> None:
+def _run(
+    settings: dict[str, Any],
+    *,
+    out: Path | None,
+    resume: bool = False,
+    track: Sequence[str] = (),
+    json_: bool,
+    quiet: bool,
+) -> None:
     def show(tables: Sequence[tuple[str, Any]]) -> None:
         for title, frame in tables:
             _console().print(_table(frame, title=title))
 
     silent = quiet or json_
-    how = {"out": out, "resume": resume, "progress": False if silent else None, "show": None if silent else show}
-    how |= {} if silent else {"say": typer.echo}
+    how: dict[str, Any] = {"out": out, "resume": resume, "track": track}
+    how |= {"progress": False} if silent else {"show": show, "say": typer.echo}
     try:
         study = workbench.run(**settings, **how)
     except workbench.Stopped as error:  # typer would end every KeyboardInterrupt without a word
@@ -460,6 +489,11 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
+    """The command, or what it does as one of several processes."""
+    cluster.run_member(_main) if cluster.is_member() else _main()
+
+
+def _main() -> None:
     """Bad input is one line on standard error and an exit code, never a traceback."""
     try:
         app()

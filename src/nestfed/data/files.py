@@ -4,7 +4,6 @@ import csv
 import glob
 import gzip
 import io
-import itertools
 import os
 import re
 import warnings
@@ -30,6 +29,7 @@ from nestfed.data.table import (
     equals,
     is_number,
     listing,
+    name_column,
     to_number,
     value_name,
 )
@@ -71,8 +71,7 @@ def read_table(
     if clients is not None:
         check_column(frame.columns, clients, "clients", name)
     elif len(files) > 1:
-        names = itertools.chain([FILE], (f"{FILE} {i}" for i in itertools.count(2)))
-        clients = next(name for name in names if name not in frame)
+        clients = name_column(frame, FILE)
         frame = frame.assign(**{clients: np.array(_name_by_file(files), object)[file_of_row]})
     for column in drop:
         check_column(frame.columns, column, "drop", name)

@@ -1,6 +1,7 @@
 """A table whose columns have roles, and what can be said about it before anything is trained."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -198,6 +199,14 @@ def listing(values: Iterable[Any], most: int = 10) -> str:
     names = [value_name(value) for value in values]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def name_column(columns: Iterable[str], wanted: str) -> str:
+    """A name for a new column: the wanted one, or the next free one like it."""
+    taken = set(columns)
+    return next(
+        name for name in itertools.chain([wanted], (f"{wanted} {i}" for i in itertools.count(2))) if name not in taken
+    )
 
 
 def check_column(columns: Iterable[str], name: str, role: str, table: str) -> None:

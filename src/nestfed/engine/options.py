@@ -17,6 +17,7 @@ from nestfed.uploads.privacy import Uploads, transforms_of
 
 OUTPUTS = ("last", "average", "random", "best")
 CLIENT_AXES = ("auto", "vmap", "map")
+Watch = Callable[[int, Mapping[str, np.ndarray]], None]  # (round, metrics)
 
 
 class Changes(TypedDict, total=False):
@@ -40,6 +41,7 @@ class Changes(TypedDict, total=False):
     resume: bool
     progress: bool | None
     title: str | None
+    watch: Watch | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,8 @@ class Options:
     checkpoint        a file that holds the run from time to time (or every `checkpoint_every` rounds), at the end, and
                       when the run is interrupted or diverges; `resume=True` goes on from it, bit for bit
     progress          show a progress bar; None: if standard error is a terminal; `title` stands beside it
+    watch             is called with the round and the metrics of every evaluation soon after it is made (`simulate`);
+                      of a run that goes on, with those of before too
     """
 
     rounds: int | None = setting("how many rounds", default=None, at_least=1, static=True)
@@ -87,6 +91,7 @@ class Options:
     resume: bool = False
     progress: bool | None = None
     title: str | None = None
+    watch: Watch | None = None
 
     def __post_init__(self):
         validate(self)

@@ -1,19 +1,18 @@
 """From options to the static part of a run: which program is compiled, and how clients are laid out in it."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.noise import noise_key
 from nestfed.core.task import Task
 from nestfed.core.types import Seed
-from nestfed.engine.cohorts import cohort_rule
+from nestfed.engine.cohorts import CohortRule, chances_of, cohort_rule
 from nestfed.engine.contract import check_contract, check_match, count_exchanging_steps
+from nestfed.engine.devices import Blocks
 from nestfed.engine.options import Options, as_key
+from nestfed.engine.processes import share_key
 from nestfed.engine.rounds import Plan
 from nestfed.engine.steps import Inputs, steps_per_round
 from nestfed.uploads.privacy import CentralDP, guarantee_of, transforms_of
@@ -22,14 +21,24 @@ LARGE_MODEL = 20_000  # parameters
 CACHED_BATCHES = 2**20  # bytes
 
 
-def make_plan(algorithm: Algorithm, task: Task, options: Options, *, weights: np.ndarray | None = None) -> Plan:
+def make_plan(
+    algorithm: Algorithm,
+    task: Task,
+    options: Options,
+    *,
+    weights: np.ndarray | None = None,
+    blocks: Blocks | None = None,
+) -> Plan:
     """The static part of a run, after everything that can be wrong with it has been looked for.
 
-    `weights` are those of several tasks that will share the plan, [tasks, clients]; None: the task's own.
+    `weights` are those of several tasks that will share the plan, [tasks, clients]; None: the task's own. `blocks` lay
+    the clients over several devices.
     """
     check_match(algorithm, task)
     rule = cohort_rule(options.cohort, options.sampling, np.asarray(task.weights if weights is None else weights))
     places = task.clients if rule is None else rule.room
+    if blocks is not None:
+        places = _find_room(blocks, rule, np.asarray(task.weights))
     guarantee = guarantee_of(options.uploads)
     if guarantee is not None:
         guarantee.check_cohort(rule is not None and rule.random_size)
@@ -44,7 +53,8 @@ def make_plan(algorithm: Algorithm, task: Task, options: Options, *, weights: np
         select=options.select,
         unsynced=options.unsynced,
         chunk=chunk,
-        mesh=_choose_mesh(places) if chunk is None else None,
+        blocks=blocks,
+        room=0 if blocks is None else places,
         notes=check_contract(algorithm, task, transforms_of(options.uploads)),
     )
 
@@ -52,7 +62,7 @@ def make_plan(algorithm: Algorithm, task: Task, options: Options, *, weights: np
 def make_inputs(algorithm: Algorithm, task: Task, seed: Seed, options: Options) -> Inputs:
     """What the programs of a run take; noise is drawn anew by every call."""
     key = as_key(seed)
-    noise = noise_key(options.noise_seed, key)
+    noise = share_key(noise_key(options.noise_seed, key))
     return Inputs(algorithm, task, key, noise, jnp.asarray(float(options.dropout)), transforms_of(options.uploads))
 
 
@@ -69,7 +79,7 @@ def _choose_chunk(options: Options, algorithm: Algorithm, task: Task, places: in
         return options.client_chunk or 1
     if options.client_chunk:
         return options.client_chunk if options.client_chunk < places else None
-    if jax.default_backend() != "cpu" or len(jax.local_devices()) > 1:
+    if jax.default_backend() != "cpu":
         return None
     if sum(p.size for p in task.params) > LARGE_MODEL:
         return 1
@@ -82,10 +92,12 @@ def _choose_chunk(options: Options, algorithm: Algorithm, task: Task, places: in
     return chunk if 2 * count_exchanging_steps(algorithm, task) <= steps_per_round(algorithm) else None
 
 
-def _choose_mesh(places: int) -> Mesh | None:
-    """As many devices as divide the cohort evenly."""
-    devices = jax.local_devices()
-    number = math.gcd(len(devices), places)
-    if number == 1:
-        return None
-    return jax.make_mesh((number,), ("clients",), axis_types=(AxisType.Auto,), devices=devices[:number])
+def _find_room(blocks: Blocks, rule: CohortRule | None, weights: np.ndarray) -> int:
+    """For how many of a cohort a device has places in the usual round: as many as it expects, and three standard
+    deviations more."""
+    if rule is None:
+        return blocks.size
+    chances = np.asarray(chances_of(weights, rule))
+    bounds = [blocks.bounds(device) for device in range(blocks.mesh.size)]
+    usual = rule.room * max(float(chances[first:last].sum()) for first, last in bounds) / float(chances.sum())
+    return min(int(usual + 3 * usual**0.5) + 1, rule.room, blocks.size)

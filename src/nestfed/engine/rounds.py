@@ -5,6 +5,7 @@ a client's private values. Where the model is large, phases run client after cli
 that exchange are replayed once per answer: the numbers are the same, and the memory is bounded by the chunk.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.random import bernoulli
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nestfed.core.algorithm import Algorithm, Cohort, Fed, reply_with_all
 from nestfed.core.jax_internals import NotCommonError, prove_common
@@ -30,6 +30,7 @@ from nestfed.engine.cohorts import (
     expected_weight,
     show_cohort,
 )
+from nestfed.engine.devices import AXIS, COMMON, OWN, Blocks, SpreadCohort
 from nestfed.engine.steps import (
     NUMBERS,
     SQUARES,
@@ -87,7 +88,8 @@ class Plan(NamedTuple):
     select: str | None = None
     unsynced: bool = False
     chunk: int | None = None  # None: side by side
-    mesh: Mesh | None = None
+    blocks: Blocks | None = None  # which device owns which clients; None: there is one device
+    room: int = 0  # for so many of a cohort on each of several devices; beyond it a round takes a longer program
     notes: tuple[str, ...] = ()  # names of what steps note
 
     @property
@@ -100,44 +102,56 @@ class Plan(NamedTuple):
 # ------------------------------------------------------------------------------------------------- all clients at once
 
 
-def make_collective(place: Participant, expected: Expected | None = None) -> Exchange:
+def make_collective(
+    place: Participant, expected: Expected | None = None, spread: SpreadCohort | None = None
+) -> Exchange:
     """The exchange of clients that run side by side under vmap(axis_name="clients")."""
+    side_by_side = lambda a: lax.all_gather(a, "clients")
 
     def mean(tree, treatment):
-        answer = mean_over_clients(tree, place.weight, expected)
+        answer = mean_over_clients(tree, place.weight, expected, spread)
         if treatment is None:
             return answer
-        return treatment(answer, largest_share(lax.all_gather(place.weight, "clients"), expected))
+        weights = side_by_side(place.weight) if spread is None else spread.participants.weight
+        return treatment(answer, largest_share(weights, expected))
 
     def gather(tree, reply, key):
-        side_by_side = lambda a: lax.all_gather(a, "clients")
         values = jax.tree.map(lambda a: side_by_side(jnp.asarray(a)), tree)
+        if spread is not None:
+            return reply(spread.gather(values), show_cohort(spread.participants), place.slot, key)
         return reply(values, Cohort(side_by_side(place.id), side_by_side(place.weight)), place.slot, key)
 
     return Exchange(mean, gather)
 
 
-def _run_in_chunks(program: Callable, arguments: PyTree, chunk: int | None, order: Array | None = None) -> PyTree:
+def _run_in_chunks(
+    program: Callable, arguments: PyTree, chunk: int | None, order: Array | None = None, count: Array | None = None
+) -> PyTree:
     """A program of several clients for all along the leading axis of the arguments: side by side, or `chunk` at a time
     to bound memory. It is called as program(each, block): each(function, block) is function for every client there.
 
-    `order` says who shares a chunk (neighbours in it); results come back in the order of the arguments.
+    `order` says who shares a chunk (neighbours in it); results come back in the order of the arguments. With `count`,
+    only the first ones are run, so that the time follows their number: the other results are zeros.
     """
     number = jax.tree.leaves(arguments)[0].shape[0]
     side_by_side = lambda block: program(lambda function, *blocks: jax.vmap(function)(*blocks), block)
     if chunk is None or chunk >= number:
         return side_by_side(arguments)
     if chunk == 1:  # not a vmap over one: products with a batch axis are slower on a CPU, even of length one
-        return _run_one_after_another(program, arguments)
+        return _run_one_after_another(program, arguments, count)
     order = jnp.arange(number) if order is None else jnp.asarray(order)
     blocks = -(-number // chunk)
     index = order[jnp.minimum(jnp.arange(blocks * chunk), number - 1)].reshape(blocks, chunk)
-    results = lax.map(lambda i: side_by_side(jax.tree.map(lambda a: a[i], arguments)), index)
+    take_turn = lambda _, turn: (None, side_by_side(jax.tree.map(lambda a: a[index[turn]], arguments)))
+    if count is None:
+        results = lax.map(lambda i: side_by_side(jax.tree.map(lambda a: a[i], arguments)), index)
+    else:
+        results = _take_first_turns(take_turn, None, blocks, -(-count // chunk))
     back = jnp.argsort(order)
     return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number][back], results)
 
 
-def _run_one_after_another(program: Callable, arguments: PyTree) -> PyTree:
+def _run_one_after_another(program: Callable, arguments: PyTree, count: Array | None = None) -> PyTree:
     """lax.map, with the next clients' arguments fetched a turn ahead: as the loop's carry they are whole arrays. Slices
     of all clients' would be read element by element wherever they are used, which doubled the time of a step."""
     number = jax.tree.leaves(arguments)[0].shape[0]
@@ -149,8 +163,25 @@ def _run_one_after_another(program: Callable, arguments: PyTree) -> PyTree:
     fetch = lambda turn: tuple(one(jnp.minimum(turn * abreast + i, number - 1)) for i in range(abreast))
     stack = lambda block: jax.tree.map(lambda *a: jnp.stack(a), *block)
     take_turn = lambda mine, turn: (fetch(turn + 1), stack(program(each, mine)))
-    _, results = lax.scan(take_turn, fetch(0), jnp.arange(-(-number // abreast)))
+    turns = -(-number // abreast)
+    if count is None:
+        _, results = lax.scan(take_turn, fetch(0), jnp.arange(turns))
+    else:
+        results = _take_first_turns(take_turn, fetch(0), turns, -(-count // abreast))
     return jax.tree.map(lambda a: a.reshape((-1,) + a.shape[2:])[:number], results)
+
+
+def _take_first_turns(take_turn: Callable, carry: PyTree, turns: int, count: Array) -> PyTree:
+    """What lax.scan stacks in so many turns; those after the first `count`, a traced number, leave zeros."""
+    shapes = jax.eval_shape(take_turn, carry, jnp.asarray(0))[1]
+    blank = jax.tree.map(lambda a: jnp.zeros((turns, *a.shape), a.dtype), shapes)
+
+    def body(turn, both):
+        carry, results = both
+        carry, mine = take_turn(carry, turn)
+        return carry, jax.tree.map(lambda a, b: a.at[turn].set(b), results, mine)
+
+    return lax.fori_loop(0, count, body, (carry, blank))[1]
 
 
 class _Replays(NamedTuple):
@@ -165,6 +196,8 @@ class _Replays(NamedTuple):
         None
     )  # what the server does to the mean of each exchange
     expected: Expected | None = None  # what it divides sums by
+    spread: SpreadCohort | None = None  # where these are some of all participants
+    taken: Array | None = None  # so many of the places must be run, the first ones
 
     def run(self, program: Callable[[PyTree, Exchange], PyTree], arguments: PyTree, *, common: bool = False) -> PyTree:
         """`common` says that the result is the same on all clients: it is then computed once, and JAX refuses a result
@@ -189,7 +222,9 @@ class _Replays(NamedTuple):
                 jax.eval_shape(one_client, jax.tree.map(lambda a: a[0], inputs))
                 if not asked:
                     return jax.vmap(one_client, out_axes=None)(inputs)
-            result = _run_in_chunks(lambda each, block: each(one_client, block), inputs, self.chunk, self.order)
+            result = _run_in_chunks(
+                lambda each, block: each(one_client, block), inputs, self.chunk, self.order, self.taken
+            )
             if not asked:
                 return result
             answers.append(self.answer(asked[0], result, self.treatments(len(answers))))
@@ -197,10 +232,12 @@ class _Replays(NamedTuple):
     def answer(self, ask: Ask, values: PyTree, treatment: Treatment | None) -> tuple[bool, PyTree]:
         weights = self.participants.weight
         if ask.reply is None:
-            return False, weighted_mean(values, weights, treatment, self.expected)
+            return False, weighted_mean(values, weights, treatment, self.expected, self.spread)
+        if self.spread is not None:
+            values = self.spread.gather(values)
         if ask.reply is reply_with_all:
             return False, values
-        reply, cohort = ask.reply, show_cohort(self.participants)
+        reply, cohort = ask.reply, show_cohort(self.participants if self.spread is None else self.spread.participants)
         return True, jax.vmap(lambda slot: reply(values, cohort, slot, self.key))(self.participants.slot)
 
 
@@ -213,21 +250,38 @@ def start_all(inputs: Inputs, plan: Plan):
         client = make_client(task, place, call)
         return algorithm.split(take_step(algorithm, task, START, None, client, call, exchange)[0])
 
-    everybody = all_participants(task)
+    everybody, spread = _everybody(task, plan)
     if plan.chunk is None:
-        together = jax.vmap(lambda p: init(p, make_collective(p)), out_axes=(None, 0), axis_name="clients")
+        collective = lambda p: make_collective(p, spread=spread)
+        together = jax.vmap(lambda p: init(p, collective(p)), out_axes=(None, 0), axis_name="clients")
         return together(everybody)
     treatments = functools.partial(treatment_of, call, 0)
-    replays = _Replays(everybody, make_shared_key(call, 0), plan.chunk, treatments=treatments)
+    replays = _Replays(everybody, make_shared_key(call, 0), plan.chunk, treatments=treatments, spread=spread)
     server, clients = replays.run(init, everybody)
     return jax.tree.map(lambda a: a[0], server), clients
 
 
-def _run_together(algorithm: Algorithm, task: Task, clients: Any, participants: Participant, call: Call, notes: Notes):
+def _everybody(task: Task, plan: Plan) -> tuple[Participant, SpreadCohort | None]:
+    """(all clients, or all of this device; all of them, where devices are several)."""
+    everybody = all_participants(task)
+    if plan.blocks is None:
+        return everybody, None
+    return plan.blocks.all_own(everybody), SpreadCohort(plan.blocks, everybody, plan.blocks.size)
+
+
+def _run_together(
+    algorithm: Algorithm,
+    task: Task,
+    clients: Any,
+    participants: Participant,
+    call: Call,
+    notes: Notes,
+    spread: SpreadCohort | None,
+):
     """A round with the cohort side by side: (server, clients' Local parts, states before the last step, notes)."""
 
     def one_client(client, place):
-        exchange = make_collective(place, call.expected)
+        exchange = make_collective(place, call.expected, spread)
         state, before, noted = run_round(algorithm, task, client, place, call, exchange, notes)
         return *algorithm.split(state), before, noted
 
@@ -235,7 +289,15 @@ def _run_together(algorithm: Algorithm, task: Task, clients: Any, participants: 
 
 
 def _run_in_turn(
-    algorithm: Algorithm, task: Task, clients: Any, participants: Participant, call: Call, notes: Notes, chunk: int
+    algorithm: Algorithm,
+    task: Task,
+    clients: Any,
+    participants: Participant,
+    call: Call,
+    notes: Notes,
+    spread: SpreadCohort | None,
+    chunk: int,
+    count: Array | None,
 ):
     """The same round client after client: phases without an exchange in one go, the others in passes."""
     number = participants.slot.size
@@ -258,7 +320,9 @@ def _run_in_turn(
             def step(index, carry, take=take):
                 treatments = functools.partial(treatment_of, call, index)
                 key = make_shared_key(call, index)
-                replays = _Replays(participants, key, chunk, treatments=treatments, expected=call.expected)
+                replays = _Replays(
+                    participants, key, chunk, None, treatments, call.expected, spread=spread, taken=count
+                )
                 return replays.run(functools.partial(take, index), with_places(carry))
 
             carry = repeat(phase, step, carry)
@@ -270,7 +334,7 @@ def _run_in_turn(
                 )
                 return repeat(phase, step, each(lambda mine: mine[0], block))
 
-            carry = _run_in_chunks(whole_phase, with_places(carry), chunk)
+            carry = _run_in_chunks(whole_phase, with_places(carry), chunk, count=count)
     server, clients = algorithm.split(carry[0])
     return jax.tree.map(lambda a: a[0], server), clients, before, carry[1]
 
@@ -288,39 +352,73 @@ def _exchanges(step: Callable) -> bool:
     return False
 
 
-def _shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Lay the leading (client) axis over the devices; without this a gather by ids would put all work on each."""
-    if mesh is None:
-        return tree
-    spread = NamedSharding(mesh, PartitionSpec("clients"))
-    return jax.tree.map(lambda a: lax.with_sharding_constraint(a, spread), tree)
-
-
 # ------------------------------------------------------------------------------------------------- one round, metrics
 
 
 def _run_one_round(inputs: Inputs, run: Run, round: Array, chances: Array, plan: Plan) -> tuple[Run, dict[str, Any]]:
     """(the run after this round, what it records: how many clients took part, their notes)."""
-    algorithm, task = inputs.algorithm, inputs.task
     participants, call = call_up(inputs, run.server, round, chances, plan)
-    all_there = plan.cohort is None
-    pick = (lambda tree: tree) if all_there else (lambda tree: jax.tree.map(lambda a: a[participants.position], tree))
-    put = lambda old, new: jax.tree.map(lambda a, b: b if all_there else a.at[participants.position].set(b), old, new)
-    old, participants = _shard((pick(run.clients), participants), plan.mesh)
+    all_there, blocks = plan.cohort is None, plan.blocks
+    if blocks is None:
+        index = None if all_there else participants.position
+        return _run_participants(inputs, run, round, plan, call, participants, index)
+    if all_there:
+        everybody = SpreadCohort(blocks, participants, blocks.size)
+        return _run_participants(inputs, run, round, plan, call, blocks.all_own(participants), None, everybody)
+
+    def with_room(room: int):
+        own, index, count = blocks.some_own(participants, room)
+        spread = SpreadCohort(blocks, participants, room)
+        return _run_participants(inputs, run, round, plan, call, own, index, spread, count)
+
+    most = min(participants.slot.size, blocks.size)
+    if plan.chunk is not None or plan.room >= most:
+        return with_room(most)
+    usual = jnp.max(blocks.count(participants.position)) <= plan.room
+    return lax.cond(usual, lambda: with_room(plan.room), lambda: with_room(most))
+
+
+def _run_participants(
+    inputs: Inputs,
+    run: Run,
+    round: Array,
+    plan: Plan,
+    call: Call,
+    participants: Participant,
+    index: Array | None,
+    spread: SpreadCohort | None = None,
+    count: Array | None = None,
+) -> tuple[Run, dict[str, Any]]:
+    """A round of these participants, whose Local fields are at `index` (None: everybody's in order); `spread` are all
+    of them, where these are those of one device, and `count` tells how many of them must be run."""
+    algorithm, task = inputs.algorithm, inputs.task
+    beyond_end = ("clip", "drop") if spread is not None else (None, None)  # fillers' get is of no use, their set undone
+    get = lambda a: a.at[index].get(mode=beyond_end[0])
+    pick = lambda tree: tree if index is None else jax.tree.map(get, tree)
+    set = lambda a, b: b if index is None else a.at[index].set(b, mode=beyond_end[1])
+    put = lambda old, new: jax.tree.map(set, old, new)
+    old = pick(run.clients)
     present = participants.weight > 0
+    of_all = present if spread is None else spread.participants.weight > 0
     notes = no_notes(plan.notes)
     if plan.chunk is None:
-        server, clients, before, noted = _run_together(algorithm, task, old, participants, call, notes)
+        server, clients, before, noted = _run_together(algorithm, task, old, participants, call, notes, spread)
     else:
-        server, clients, before, noted = _run_in_turn(algorithm, task, old, participants, call, notes, plan.chunk)
+        server, clients, before, noted = _run_in_turn(
+            algorithm, task, old, participants, call, notes, spread, plan.chunk, count
+        )
 
     rows = lambda a: present.reshape((-1,) + (1,) * (a.ndim - 1))
     keep_absent = lambda new, old: jax.tree.map(lambda b, a: jnp.where(rows(b), b, a), new, old)
     clients = keep_absent(clients, old)
     # Where nobody may learn who took part, an empty round is one like the others.
-    answered = present.any() | (call.expected is not None)
+    answered = of_all.any() | (call.expected is not None)
     server = jax.tree.map(lambda b, a: jnp.where(answered, b, a), server, run.server)
-    healthy = (run.diverged < 0) & is_finite((server, clients))
+    finite, total = is_finite((server, clients)), _add_up(noted, present)
+    if spread is not None:
+        broken, total = spread.add((1.0 - finite.astype(float), total))
+        finite = broken == 0
+    healthy = (run.diverged < 0) & finite
     choose = lambda new, old: jax.tree.map(lambda b, a: jnp.where(healthy, b, a), new, old)
     unsynced = run.unsynced
     if plan.unsynced:
@@ -334,7 +432,8 @@ def _run_one_round(inputs: Inputs, run: Run, round: Array, chances: Array, plan:
         round=jnp.where(healthy, run.round + 1, run.round),
         diverged=jnp.where((run.diverged < 0) & ~healthy, round, run.diverged).astype(run.diverged.dtype),
     )
-    recorded = {"participants": present.sum().astype(jnp.int32), "notes": _summarise(noted, participants, call, plan)}
+    weights = participants.weight if spread is None else spread.participants.weight
+    recorded = {"participants": of_all.sum().astype(jnp.int32), "notes": _summarise(total, weights, call, plan)}
     return new, recorded
 
 
@@ -357,15 +456,16 @@ def call_up(inputs: Inputs, server: Any, round: Array, chances: Array, plan: Pla
     return participants, Call(inputs.key, round, server, whole, uploads, inputs.noise, expected)
 
 
-def _summarise(noted: Notes, participants: Participant, call: Call, plan: Plan) -> Notes:
-    """The notes of all who took part, added up, as the history has them."""
-    present = (participants.weight > 0)[:, None]
-    total = {name: jnp.where(present, values, 0).sum(0) for name, values in noted.items()}
+def _add_up(noted: Notes, present: Array) -> Notes:
+    return {name: jnp.where(present[:, None], values, 0).sum(0) for name, values in noted.items()}
+
+
+def _summarise(total: Notes, weights: Array, call: Call, plan: Plan) -> Notes:
+    """The notes of all who took part, as the history has them; `weights` are those in means."""
     kept = {name: total[name] for name in plan.columns if name in total}
     if SIGNAL not in plan.columns:
         return kept
     squares, numbers = (total[name][0] / jnp.maximum(total[name][1], 1) for name in (SQUARES, NUMBERS))
-    weights = participants.weight
     shares, largest = shares_of(weights, call.expected), largest_share(weights, call.expected)
     ratio = measure_signal(call.uploads, squares, numbers, shares, largest)
     return kept | {SIGNAL: jnp.where(jnp.isfinite(ratio), jnp.stack([ratio, jnp.ones(())]), 0)}
@@ -376,15 +476,37 @@ def is_finite(tree: PyTree) -> Array:
     return functools.reduce(jnp.logical_and, [jnp.isfinite(a).all() for a in floats], jnp.asarray(True))
 
 
-@functools.partial(jax.jit, static_argnames=("plan",))  # traced once for all its uses
-def evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
-    """The task's metrics over all clients, and the extra ones of the plan.
+# Where a run's parts lie, if devices are several.
+_PLACES = Run._make(OWN if name in ("clients", "unsynced") else COMMON for name in Run._fields)
 
-    Clients run in chunks of similar size, smallest first, each over exactly its own rows: the cost follows the number
-    of rows, not clients x largest client.
+
+def _on_devices(program: Callable, results: Any, inputs: Inputs, *rest: Any, plan: Plan) -> Any:
+    """A program of the clients of one device, on every device; `results` says where what it returns lies."""
+    if plan.blocks is None:
+        return program(inputs, *rest, plan)
+    of_task = plan.blocks.places_of_task(inputs.task)
+    of_inputs = Inputs._make(of_task if name == "task" else COMMON for name in Inputs._fields)
+    of_rest = tuple(_PLACES if isinstance(one, Run) else COMMON for one in rest)
+    return plan.blocks.run(lambda *all: program(*all, plan), (inputs, *rest), (of_inputs, *of_rest), results)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))
+def evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
+    """The task's metrics over all clients, and the extra ones of the plan."""
+    return _on_devices(_evaluate, COMMON, inputs, run, plan=plan)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))  # traced once for all its uses
+def _evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
+    """Clients run in chunks of similar size, smallest first, each over exactly its own rows: the cost follows the
+    number of rows, not clients x largest client.
     """
     task = inputs.task
-    everybody, by_size = all_participants(task), jnp.argsort(jnp.asarray(task.data.sizes))
+    everybody, spread = _everybody(task, plan)
+    sizes = jnp.asarray(task.data.sizes)
+    by_size = jnp.argsort(sizes if spread is None else sizes[everybody.position])
+    # On several devices the pool is that of one: a metric that reaches for it, past its own rows, must not get it.
+    seen = task if spread is None else dataclasses.replace(task, data=dataclasses.replace(task.data, columns=None))
     common_key = fold(inputs.key, METRICS)
 
     def program(argument, exchange):
@@ -401,14 +523,14 @@ def evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
             unsynced=before,
         )
         data = task.data.client(place.position)
-        values = dict(task.metrics(run.server, client, data, fed))
+        values = dict(seen.metrics(run.server, client, data, fed))
         if plan.metrics is not None:
-            values |= plan.metrics(task, run.server, client, data, fed)
+            values |= plan.metrics(seen, run.server, client, data, fed)
         return jax.tree.map(jnp.asarray, values)
 
     try:
         with prove_common():
-            replays = _Replays(everybody, common_key, plan.chunk or 64, by_size)
+            replays = _Replays(everybody, common_key, plan.chunk or 64, by_size, spread=spread)
             return replays.run(program, (everybody, run.clients, run.unsynced), common=True)
     except NotCommonError as error:
         raise UserError(
@@ -458,15 +580,26 @@ def _update_output(run: Run, key: Array, round: Array, values: dict[str, Array],
 
 @functools.partial(jax.jit, static_argnames=("plan",))
 def start(inputs: Inputs, plan: Plan) -> Run:
-    algorithm, task = inputs.algorithm, inputs.task
+    """The run before its first round."""
+    return _on_devices(_start, _PLACES, inputs, plan=plan)
+
+
+def _start(inputs: Inputs, plan: Plan) -> Run:
+    algorithm, task, blocks = inputs.algorithm, inputs.task, plan.blocks
     server, clients = start_all(inputs, plan)
     # A weak type (from a Python number) would change in the first round and break the loop's types.
     server, clients = jax.tree.map(lambda a: lax.convert_element_type(a, jnp.asarray(a).dtype), (server, clients))
+    if blocks is not None:  # ghosts hold nothing that could go wrong
+        real = lambda a: blocks.real.reshape((-1,) + (1,) * (a.ndim - 1))
+        clients = jax.tree.map(lambda a: jnp.where(real(a), a, jnp.zeros_like(a)), clients)
     unsynced = None
     if plan.unsynced:
-        unsynced = algorithm.part(begin_all(algorithm, server, clients, task.clients), *KEPT)
-    minus_one = jnp.asarray(-1, jnp.int32)
-    diverged = jnp.where(is_finite((server, clients)), minus_one, 0)
+        number = task.clients if blocks is None else blocks.size
+        unsynced = algorithm.part(begin_all(algorithm, server, clients, number), *KEPT)
+    minus_one, finite = jnp.asarray(-1, jnp.int32), is_finite((server, clients))
+    if blocks is not None:
+        finite = lax.psum(1 - finite.astype(jnp.int32), AXIS) == 0
+    diverged = jnp.where(finite, minus_one, 0)
     return Run(server, clients, _first_output(server, plan), unsynced, jnp.asarray(0, jnp.int32), diverged)
 
 
@@ -480,8 +613,12 @@ def advance(inputs: Inputs, run: Run, first: Array, rounds: Array, plan: Plan) -
     The number of rounds is an input of the program: a run can be cut into pieces of any lengths without compiling again
     and without changing a number. `first` comes from outside so that it stays one number when runs are stacked.
     """
+    return _on_devices(_advance, (_PLACES, COMMON), inputs, run, first, rounds, plan=plan)
+
+
+def _advance(inputs: Inputs, run: Run, first: Array, rounds: Array, plan: Plan) -> tuple[Run, dict[str, Any]]:
     every, chances = plan.evaluate_every, chances_of(inputs.task.weights, plan.cohort)
-    shapes = jax.eval_shape(lambda: evaluate(inputs, run, plan)) if every else {}
+    shapes = jax.eval_shape(lambda: _evaluate(inputs, run, plan)) if every else {}
     nothing = lambda v: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
     blank = jax.tree.map(nothing, shapes)
     rows: dict[str, Any] = {
@@ -497,7 +634,7 @@ def advance(inputs: Inputs, run: Run, first: Array, rounds: Array, plan: Plan) -
         due, values = jnp.asarray(False), blank
         if every:
             due = (round + 1) % every == 0
-            values = lax.cond(due, lambda: evaluate(inputs, run, plan), lambda: blank)
+            values = lax.cond(due, lambda: _evaluate(inputs, run, plan), lambda: blank)
         run = _update_output(run, inputs.key, round, values, due, plan)
         return run, jax.tree.map(lambda column, v: column.at[i].set(v), rows, {"metrics": values} | recorded)
 

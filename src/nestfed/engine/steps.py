@@ -20,6 +20,7 @@ from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, ArrayLike, PyTree
 from nestfed.engine.cohorts import Participant
+from nestfed.engine.devices import SpreadCohort
 from nestfed.uploads.transforms import (
     CLIPPED,
     Transform,
@@ -380,30 +381,47 @@ def as_float(a: Any) -> Array:
     return a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(float)
 
 
-def mean_over_clients(tree: PyTree, weight: Array, expected: Expected | None = None) -> PyTree:
-    """The weighted mean over the axis "clients" of a vmap. Clients of weight zero are left out: even a NaN of theirs
-    does not spread. Scaled numbers are brought to the largest exponent among the clients."""
-    total = lax.psum(weight, "clients") if expected is None else expected.whole
+def mean_over_clients(
+    tree: PyTree, weight: Array, expected: Expected | None = None, spread: SpreadCohort | None = None
+) -> PyTree:
+    """The weighted mean over the axis "clients" of a vmap, and over devices where the cohort is spread. Clients of
+    weight zero are left out: even a NaN of theirs does not spread. Scaled numbers are brought to the largest exponent
+    among the clients."""
+    if expected is not None:
+        total = expected.whole
+    else:
+        total = lax.psum(weight, "clients") if spread is None else spread.participants.weight.sum()
 
-    def plain(a):
+    def add_plain(a):
         a = as_float(a)
-        weighted = jnp.where(weight > 0, weight.astype(a.dtype) * a, 0)
-        return lax.psum(weighted, "clients") / jnp.where(total > 0, total, 1).astype(a.dtype)
+        return lax.psum(jnp.where(weight > 0, weight.astype(a.dtype) * a, 0), "clients")
 
-    def scaled(y):
+    def add_scaled(y):
         shift = lax.pmax(jnp.where(weight > 0, y.shift, LOWEST), "clients")
-        return Scaled(shift, plain(y.value * jnp.exp(jnp.minimum(y.shift - shift, 0)))).normal()
+        return Scaled(shift, add_plain(y.value * jnp.exp(jnp.minimum(y.shift - shift, 0))))
 
-    return jax.tree.map(lambda a: scaled(a) if is_scaled(a) else plain(a), tree, is_leaf=is_scaled)
+    def divide(sum):
+        if is_scaled(sum):
+            return Scaled(sum.shift, divide(sum.value)).normal()
+        return sum / jnp.where(total > 0, total, 1).astype(sum.dtype)
+
+    sums = jax.tree.map(lambda a: add_scaled(a) if is_scaled(a) else add_plain(a), tree, is_leaf=is_scaled)
+    return jax.tree.map(divide, sums if spread is None else spread.add(sums), is_leaf=is_scaled)
 
 
 def weighted_mean(
-    values: PyTree, weights: Array, treatment: Treatment | None = None, expected: Expected | None = None
+    values: PyTree,
+    weights: Array,
+    treatment: Treatment | None = None,
+    expected: Expected | None = None,
+    spread: SpreadCohort | None = None,
 ) -> PyTree:
     """The same mean over the leading axis, as the server answers it."""
-    mean = lambda a, weight: mean_over_clients(a, weight, expected)
+    mean = lambda a, weight: mean_over_clients(a, weight, expected, spread)
     answer = jax.vmap(mean, out_axes=None, axis_name="clients")(values, weights)
-    return answer if treatment is None else treatment(answer, largest_share(weights, expected))
+    if treatment is None:
+        return answer
+    return treatment(answer, largest_share(weights if spread is None else spread.participants.weight, expected))
 
 
 def shares_of(weights: Array, expected: Expected | None = None) -> Array:

@@ -1,5 +1,6 @@
 """Checkpoints: one file with all of a run, written atomically, and checked before it is believed."""
 
+import contextlib
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import sys
 import zipfile
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from nestfed.core.identity import identify
 from nestfed.core.settings import UserError
 from nestfed.core.types import PyTree
+from nestfed.engine import processes
 from nestfed.engine.options import Options
 from nestfed.engine.steps import Inputs
 
@@ -55,6 +58,13 @@ def identify_run(inputs: Inputs, options: Options) -> dict[str, str]:
     return parts
 
 
+def describe_run(inputs: Inputs, options: Options) -> dict[str, str]:
+    """What several processes of one run must have in common: all that a checkpoint must, and how they go on."""
+    names = ("rounds", "checkpoint_every", "noise_seed", "client_axis", "client_chunk", "resume")
+    steering = {name: repr(getattr(options, name)) for name in names}
+    return identify_run(inputs, options) | steering | {"checkpoint": repr(options.checkpoint is not None)}
+
+
 def _without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # they differ between processes, and identify() tells what they name
 
@@ -79,10 +89,21 @@ def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, n
     os.close(folder)
 
 
+def _open(path: Path) -> BinaryIO:
+    if not processes.are_several():
+        return path.open("rb")
+    content = None
+    if processes.is_first():
+        with contextlib.suppress(OSError):  # what is missing is no complete checkpoint, in all processes
+            content = path.read_bytes()
+    return io.BytesIO(processes.share_content(content) or b"")
+
+
 def load(path: Path, identity: dict[str, str], like: PyTree) -> tuple[PyTree, dict[str, np.ndarray]]:
-    """(run, history) of a checkpoint of this very run; anything else is one clear error."""
+    """(run, history) of a checkpoint of this very run; anything else is one clear error. With several processes the
+    first one reads the file."""
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        with _open(path) as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         about = json.loads(arrays.pop("about").tobytes())
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Simulation: whole runs on one machine.
+"""Simulation: whole runs, on all devices of all processes that there are.
 
 start, advance      the bare state machine: a `Run`, and one program that carries it over some rounds
 evaluate            the metrics of a run as it is
@@ -20,8 +20,9 @@ import numpy as np
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import PyTree, Seed
-from nestfed.engine import cohorts, rounds
+from nestfed.core.types import Array, PyTree, Seed
+from nestfed.engine import cohorts, processes, rounds
+from nestfed.engine.devices import find_blocks
 from nestfed.engine.options import Changes, Options, make_options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.engine.rounds import Plan, Run, begin_all, call_up, is_finite, make_collective
@@ -30,6 +31,7 @@ from nestfed.uploads import privacy
 from nestfed.uploads.privacy import Spending
 from nestfed.verbs import checkpoints, cost
 from nestfed.verbs.history import History, check_select, rise_of
+from nestfed.verbs.notebook import show_history
 from nestfed.verbs.progress import Progress
 
 
@@ -45,6 +47,11 @@ class Result:
     noted: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # by name: [rounds, (sum, number of notes)]
     remarks: tuple[str, ...] = ()  # what a reader of the numbers must know
     spending: Spending | None = None  # of privacy, where `uploads` has a guarantee
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        title = f"{type(self.algorithm).__name__} after {int(self.run.round):,} rounds, {self.task.clients} clients"
+        return show_history(title, self.history, self.remarks)
 
     @property
     def spent(self) -> tuple[tuple[Spending, int], ...]:
@@ -99,8 +106,8 @@ def start(
     algorithm: Algorithm, task: Task, seed: Seed = 0, options: Options | None = None, **changes: Unpack[Changes]
 ) -> Run:
     """The run before its first round."""
-    chosen = make_options(options, changes)
-    return rounds.start(make_inputs(algorithm, task, seed, chosen), make_plan(algorithm, task, chosen))
+    programs = Programs(algorithm, task, seed, make_options(options, changes))
+    return programs.collect(programs.start())
 
 
 def advance(
@@ -117,13 +124,13 @@ def advance(
     A run that diverges stops there: `run.diverged` is then the round, and the state is the last finite one.
     """
     chosen = make_options(options, changes)
-    plan, inputs = make_plan(algorithm, task, chosen), make_inputs(algorithm, task, seed, chosen)
-    history, end = History(first=int(run.round)), int(run.round) + chosen.need_rounds()
+    programs = Programs(algorithm, task, seed, chosen)
+    history, end, run = History(first=int(run.round)), int(run.round) + chosen.need_rounds(), programs.lay(run)
     while int(run.round) < end and int(run.diverged) < 0:
         first = int(run.round)
-        run, rows = rounds.advance(inputs, run, first, min(end - first, rounds.CAPACITY), plan)
-        history.extend(rows, first, int(run.round) - first, plan.evaluate_every)
-    return run, history.arrays()
+        run, rows = programs.advance(run, first, min(end - first, rounds.CAPACITY))
+        history.extend(rows, first, int(run.round) - first, chosen.evaluate_every)
+    return programs.collect(run), history.arrays()
 
 
 def evaluate(
@@ -135,9 +142,8 @@ def evaluate(
     **changes: Unpack[Changes],
 ) -> dict[str, np.ndarray]:
     """The metrics of a run as it is now."""
-    chosen = make_options(options, changes)
-    values = rounds.evaluate(make_inputs(algorithm, task, seed, chosen), run, make_plan(algorithm, task, chosen))
-    return {name: np.asarray(v) for name, v in values.items()}
+    programs = Programs(algorithm, task, seed, make_options(options, changes))
+    return {name: np.asarray(v) for name, v in programs.evaluate(programs.lay(run)).items()}
 
 
 def simulate(
@@ -149,16 +155,57 @@ def simulate(
     """
     chosen = make_options(options, changes)
     chosen.need_rounds()
-    plan = make_plan(algorithm, task, chosen)
-    spending = cost.find_spending(algorithm, task, chosen)
-    # On the device once: NumPy arrays would be copied there for every piece of the run.
-    inputs = make_inputs(algorithm, jax.device_put(task), seed, chosen)
-    work = _Work(inputs, plan, chosen, spending)
+    programs = Programs(algorithm, task, seed, chosen)
+    processes.check_alike(lambda: checkpoints.describe_run(programs.inputs, chosen), checkpoints.WORDS)
+    work = _Work(programs, chosen, cost.find_spending(algorithm, task, chosen))
     with _Interrupts() as interrupts:
         work.begin()
-        with Progress(chosen.title or type(algorithm).__name__, work.rounds, work.done, chosen.progress) as bar:
+        shown = chosen.progress if processes.is_first() else False
+        with Progress(chosen.title or type(algorithm).__name__, work.rounds, work.done, shown) as bar:
             work.go_on(bar, interrupts)
     return work.result()
+
+
+class Programs:
+    """The programs of a run on all devices there are. `inputs` are whole, and so is a run once it is collected; `laid`
+    inputs, and the runs that programs take and return, are laid out over the devices."""
+
+    def __init__(self, algorithm: Algorithm, task: Task, seed: Seed, options: Options):
+        self.blocks = find_blocks(task)
+        self.plan = make_plan(algorithm, task, options, blocks=self.blocks)
+        # On the device once: NumPy arrays would be copied there for every piece of the run.
+        self.inputs = make_inputs(algorithm, task if self.blocks else jax.device_put(task), seed, options)
+        self.laid = self.inputs
+        if self.blocks is not None:
+            self.laid = self.inputs._replace(task=self.blocks.lay_task(self.inputs.task))
+
+    def start(self) -> Run:
+        return rounds.start(self.laid, self.plan)
+
+    def shapes(self) -> Run:
+        """Of a run as it is collected."""
+        run = jax.eval_shape(self.start)
+        if self.blocks is None:
+            return run
+        return run._replace(clients=self.blocks.shapes(run.clients), unsynced=self.blocks.shapes(run.unsynced))
+
+    def advance(self, run: Run, first: int, length: int) -> tuple[Run, dict[str, Any]]:
+        return jax.block_until_ready(rounds.advance(self.laid, run, first, length, self.plan))
+
+    def evaluate(self, run: Run) -> dict[str, Array]:
+        return rounds.evaluate(self.laid, run, self.plan)
+
+    def lay(self, run: Run) -> Run:
+        if self.blocks is None:
+            return run
+        return run._replace(clients=self.blocks.lay(run.clients), unsynced=self.blocks.lay(run.unsynced))
+
+    def collect(self, run: Run) -> Run:
+        """The run on the host of every process, as one device would have it."""
+        if self.blocks is None:
+            return run
+        clients, unsynced = self.blocks.collect(run.clients), self.blocks.collect(run.unsynced)
+        return jax.tree.map(np.asarray, run._replace(clients=clients, unsynced=unsynced))
 
 
 class _Work:
@@ -166,12 +213,13 @@ class _Work:
 
     run: Run
 
-    def __init__(self, inputs: Inputs, plan: Plan, options: Options, spending: Spending | None):
-        self.inputs, self.plan, self.options, self.spending = inputs, plan, options, spending
+    def __init__(self, programs: Programs, options: Options, spending: Spending | None):
+        self.programs, self.options, self.spending = programs, options, spending
         self.rounds = options.need_rounds()
         self.end = self.rounds if spending is None else spending.rounds_within(self.rounds)
         self.identity: dict[str, str] = {}
         self.history = History()
+        self.told = 0  # evaluations, to `watch`
 
     @property
     def done(self) -> int:
@@ -183,29 +231,41 @@ class _Work:
 
     def begin(self) -> None:
         """From the checkpoint, or from the start."""
-        inputs, plan, path = self.inputs, self.plan, self.options.file
+        programs, path = self.programs, self.options.file
+        exists = path is not None and processes.ask_first(path.exists)
         if path:
-            self.identity = checkpoints.identify_run(inputs, self.options)
-            if path.exists() and not self.options.resume:
+            self.identity = checkpoints.identify_run(programs.inputs, self.options)
+            if exists and not self.options.resume:
                 raise checkpoints.CheckpointError(
                     f"{path} exists. Give resume=True to go on from it, or another path; it was left as it is."
                 )
-        if path and path.exists():
-            like = jax.eval_shape(lambda: rounds.start(inputs, plan))
-            self.run, log = checkpoints.load(path, self.identity, like)
+        if path and exists:
+            whole, log = checkpoints.load(path, self.identity, programs.shapes())
+            self.run = programs.lay(whole)
             self.history = History.restore(log)
             if self.done > self.rounds:
                 raise checkpoints.CheckpointError(
                     f"{path} has done {self.done} rounds already, more than rounds={self.rounds}; it was left as it is."
                 )
         else:
-            self.run = rounds.start(inputs, plan)
+            self.run = programs.start()
             self.check_divergence()
             self.evaluate_now()
-        check_select(plan.select, self.history.latest())
+        check_select(self.options.select, self.history.latest())
+        self.tell()
+
+    def tell(self) -> None:
+        """Of the evaluations since the last time, to whoever watches."""
+        if self.options.watch is None:
+            return
+        columns = self.history.evaluations()
+        for i in range(self.told, len(columns["round"])):
+            metrics = {name: values[i] for name, values in columns.items() if name != "round"}
+            self.options.watch(int(columns["round"][i]), metrics)
+        self.told = len(columns["round"])
 
     def evaluate_now(self) -> None:
-        self.history.add(self.done, rounds.evaluate(self.inputs, self.run, self.plan) | self.measure_epsilon(self.done))
+        self.history.add(self.done, self.programs.evaluate(self.run) | self.measure_epsilon(self.done))
 
     def go_on(self, bar: Progress, interrupts: "_Interrupts") -> None:
         """In pieces to the end, or to where the privacy budget is spent. A piece takes about half a second: a lively
@@ -218,14 +278,17 @@ class _Work:
             if every:
                 length = min(length, every - first % every)
             began = time.monotonic()
-            self.run, rows = jax.block_until_ready(rounds.advance(self.inputs, self.run, first, length, self.plan))
+            self.run, rows = self.programs.advance(self.run, first, length)
             speed = length / max(time.monotonic() - began, 1e-9)
             piece = max(1, min(4 * piece, int(speed * 0.5)))
-            self.history.extend(rows, first, self.done - first, self.plan.evaluate_every, self.measure_epsilon)
+            self.history.extend(rows, first, self.done - first, self.options.evaluate_every, self.measure_epsilon)
+            self.tell()
             self.check_divergence()
             bar.update(self.done, speed, self.history.latest() | self.measure_epsilon(self.done))
             due = self.done % every == 0 if every else time.monotonic() - saved_at > 30
-            if interrupts.pending:
+            # By the first process's clock, and for a signal that any of them got.
+            piece, due, stop = processes.decide(piece, due, interrupts.pending)
+            if stop:
                 self.save()
                 path = self.options.file
                 kept = f" {path} holds it: go on with resume=True." if path else ""
@@ -235,26 +298,30 @@ class _Work:
                 saved_at = time.monotonic()
         if not self.history.has(self.done):
             self.evaluate_now()
+            self.tell()
         self.save()
 
     def check_divergence(self) -> None:
         if int(self.run.diverged) >= 0:
             if self.done:
                 self.save()
-            message, round, field, client = _find_cause(self.inputs, self.run, self.plan)
+            run = self.programs.collect(self.run)
+            message, round, field, client = _find_cause(self.programs.inputs, run, self.programs.plan)
             kept = f" The last finite state is in {self.options.file}." if self.options.file and self.done else ""
             raise Diverged(message + kept, self.result(), round=round, field=field, client=client)
 
     def save(self) -> None:
         if self.options.file:
-            checkpoints.save(self.options.file, self.identity, self.run, self.history.arrays())
+            run = self.programs.collect(self.run)
+            if processes.is_first():
+                checkpoints.save(self.options.file, self.identity, run, self.history.arrays())
 
     def result(self) -> Result:
-        history, algorithm, task = self.history.evaluations(), self.inputs.algorithm, self.inputs.task
+        history, inputs = self.history.evaluations(), self.programs.inputs
         return Result(
-            algorithm,
-            task,
-            self.run,
+            inputs.algorithm,
+            inputs.task,
+            self.programs.collect(self.run),
             history,
             self.history.participants(),
             self.history.noted(),
@@ -263,12 +330,12 @@ class _Work:
         )
 
     def find_remarks(self, history: dict[str, np.ndarray]) -> tuple[str, ...]:
-        algorithm, task, plan = self.inputs.algorithm, self.inputs.task, self.plan
+        plan, (algorithm, task, *_) = self.programs.plan, self.programs.inputs
         remarks = list(cohorts.find_remarks(np.asarray(task.weights), plan.cohort, plan.dropout))
         if (plan.cohort is not None or plan.dropout) and algorithm.few_clients is not None:
             remarks.append(f"only some clients take part in a round, and {algorithm.few_clients}")
         remarks += privacy.find_remarks(history, self.spending, self.rounds)
-        if self.options.noise_seed is not None and any(t.noisy for t in self.inputs.uploads):
+        if self.options.noise_seed is not None and any(t.noisy for t in self.programs.inputs.uploads):
             remarks.append("the noise was drawn from noise_seed, which is for tests: it protects nobody.")
         rise = rise_of(history, task.minimised, plan.output)
         return (*remarks, *(() if rise is None else (rise.remark,)))

@@ -65,7 +65,7 @@ def sweep(
     A setting is an algorithm, or a pair (algorithm, problem) to vary the problem's numbers too. Settings that differ in
     floats only share a program; each whole-number setting (local_steps, terms) means another one. A setting that
     diverges is marked and keeps its last finite state; the others go on. Options are those of `nestfed.Options`, except
-    checkpoints: a sweep keeps none.
+    checkpoints: a sweep keeps none. It runs on one device; of several processes, each runs all of it for itself.
 
     `task` may also be one task per seed, alike but for their numbers: another split of the data, another start.
 

@@ -23,6 +23,7 @@ import tomli_w
 
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
+from nestfed.engine import processes
 from nestfed.engine.cohorts import expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
@@ -46,6 +47,7 @@ from nestfed.workbench.stages import (
 )
 from nestfed.workbench.study import Search, Stopped, Study
 from nestfed.workbench.task_options import DATA, TASKS, USUAL_TASK
+from nestfed.workbench.tracking import Tracker, find_trackers, follow
 from nestfed.workbench.tuning import Chosen, changes_of, estimate_seconds, tune
 
 RUNS = Path("runs")
@@ -64,6 +66,7 @@ def run(
     progress: bool | None = None,
     show: Callable[[Tables], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    track: str | Tracker | Sequence[str | Tracker] | None = None,
     **settings: Any,
 ) -> Study:
     """Train one or several methods on a named task and write everything to a folder.
@@ -72,28 +75,35 @@ def run(
     progress       show a progress bar; None: if standard error is a terminal
     show           gets tables of the data before training begins: (title, table)
     say            gets lines about what tuning does
+    track          who is told of settings, curves and results: "mlflow", "tensorboard", "wandb", or trackers of yours
     settings       options of every run and of the task: algorithm=["fedavg", "fedbio"], seeds=3, data="my.csv", ...
                    A seed decides the split, the dealing to clients, the start and the batches
     """
     request = Request.of({"task": task, **settings})
-    folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
-    chosen = _read_chosen(folder) if resume else None  # what was chosen once is not chosen again
-    _check_folder(folder, request, resume, chosen or {})
+    # With several processes, the first one knows the folder, and it alone writes.
+    trackers = find_trackers(track if processes.is_first() else None)
+    processes.check_alike(lambda: {name: repr(v) for name, v in request.settings().items() if name != "data"})
+    where, chosen = processes.ask_first(lambda: _find_folder(request, out, resume))
+    folder = Path(where)
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
     trials = set_up(request.scenario, request.seed_list)
     # A wrong setting of the last method shows before the first one trains, and before anything is written.
     _make_algorithms(request, trials)
     if show is not None:
         show(_describe(trials))
-    _write_settings(folder, request)
+    processes.ask_first(lambda: _write_settings(folder, request))
 
-    with _say_how_to_go_on(folder):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_say_how_to_go_on(folder))
         if chosen is None:
-            chosen = _tune(request, trials, progress, say)
-            replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
+            tuned = choose_settings(request, trials, progress, say)  # by every process for itself
+            chosen = processes.ask_first(lambda: tuned)
+            if processes.is_first():
+                replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
         if chosen:
             request = request.adopt(changes_of(chosen))
-            _write_settings(folder, request)
+            processes.ask_first(lambda: _write_settings(folder, request))
+        stack.enter_context(follow(trackers, folder.name, folder, request.settings()))
         algorithms = _make_algorithms(request, trials)
         trials = trials.add(
             run_method(
@@ -105,6 +115,7 @@ def run(
                 checkpoints=folder / "checkpoints",
                 resume=resume,
                 progress=progress,
+                listen=trackers.evaluate if trackers.members else None,
             )
             for name in request.methods
             for seed in request.seed_list
@@ -122,12 +133,15 @@ def run(
         models = {}
         for trace in trials.traces:
             if trace.status == FINISHED:
-                model = trials.scenario.make_model(trials.setups[trace.seed], trace.left)
-                model.save(folder / "models" / f"{trace.method}-seed{trace.seed}.npz")
-                models[trace.method, trace.seed] = model
-        record.save(folder)
-        write_report(record, folder)
-    return Study(folder, record, models)
+                models[trace.method, trace.seed] = trials.scenario.make_model(trials.setups[trace.seed], trace.left)
+        study = Study(folder, record, models)
+        if processes.is_first():
+            for (method, seed), model in models.items():
+                model.save(folder / "models" / f"{method}-seed{seed}.npz")
+            record.save(folder)
+            write_report(record, folder)
+            trackers.finish(study)
+    return study
 
 
 @contextlib.contextmanager
@@ -187,7 +201,20 @@ def _claim(out: str | Path | None, usual: Path) -> Path:
     return folder
 
 
-def _tune(request: Request, trials: Trials[Any], progress: bool | None, say: Callable[[str], None]) -> Chosen:
+def _find_folder(request: Request, out: str | Path | None, resume: bool) -> tuple[str, Chosen | None]:
+    """(the folder of a run, what was chosen there: it is not chosen again)."""
+    folder = Path(out) if out is not None else find_fresh(RUNS / _name_run(request))
+    chosen = _read_chosen(folder) if resume else None
+    _check_folder(folder, request, resume, chosen or {})
+    return str(folder), chosen
+
+
+def choose_settings(
+    request: Request,
+    trials: Trials[Any],
+    progress: bool | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Chosen:
     """What is chosen before training; nothing where that was not wanted, or would take too long."""
     given = {name: request.changes(name) for name in request.methods}
     if request.tune is False:

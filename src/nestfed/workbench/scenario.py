@@ -16,6 +16,7 @@ from nestfed.algorithms import make
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError, suggest
 from nestfed.core.task import Task
+from nestfed.data import Table
 from nestfed.report.metrics import Chart, Metric
 from nestfed.workbench.task_options import TabularOptions
 
@@ -67,6 +68,7 @@ class Scenario(abc.ABC, Generic[Setup]):
     """A named task: its options, its methods and its metrics."""
 
     options: TabularOptions
+    given: Table | None = None  # rows in memory, none of them kept to test; None: the data that the options name
 
     title: ClassVar[str]
     baseline: ClassVar[str]  # the method that others are compared with
@@ -84,6 +86,10 @@ class Scenario(abc.ABC, Generic[Setup]):
     def change(self, **options: Any) -> Self:
         """The same scenario with other options."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
+
+    def on_table(self, table: Table) -> Self:
+        """The same scenario on rows in memory."""
+        return dataclasses.replace(self, given=table)
 
     def method(self, name: str) -> Method:
         if name not in self.methods:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
-from nestfed.engine.options import Options
+from nestfed.engine.options import Options, Watch
 from nestfed.uploads.privacy import Guarantee, Spending, find_remarks
 from nestfed.verbs import cost
 from nestfed.verbs.history import Rise, rise_of
@@ -26,6 +26,31 @@ class AllDiverged(UserError):
     """No setting of a search came to its end."""
 
     exit_code = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of one method and seed, while it is on its way."""
+
+    method: str
+    seed: int
+    stage: str
+    round: int  # counted through the method's stages
+    metrics: Mapping[str, float]  # finite numbers only
+
+    @property
+    def series(self) -> str:
+        """Whose curve it belongs to."""
+        return series_of(self.method, self.seed)
+
+
+def series_of(method: str, seed: int) -> str:
+    return f"{method}-seed{seed}"
+
+
+def finite_only(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What can be drawn."""
+    return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +204,10 @@ def run_method(
     checkpoints: Path | None = None,
     resume: bool = False,
     progress: bool | None = None,
+    listen: Callable[[Evaluation], None] | None = None,
 ) -> Trace:
-    """One seed of a method, given the algorithm of every stage; a stage that diverges is the last one."""
+    """One seed of a method, given the algorithm of every stage; a stage that diverges is the last one. `listen` gets
+    every evaluation soon after it was made."""
     scenario, method = trials.scenario, trials.scenario.method(name)
     trace = Trace(name, seed, {})
     for stage, algorithm in zip(method.stages, algorithms, strict=True):
@@ -188,7 +215,10 @@ def run_method(
         options = budget.options(budget.rounds_of(scenario, algorithm), scenario, trace)
         title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
         file = None if checkpoints is None else checkpoints / f"{name}-seed{seed}-{stage.name}.npz"
-        options = dataclasses.replace(options, title=title, progress=progress, checkpoint=file, resume=resume)
+        watch = None if listen is None else _relay(listen, trials, trace, stage.name)
+        options = dataclasses.replace(
+            options, title=title, progress=progress, checkpoint=file, resume=resume, watch=watch
+        )
         try:
             result, status = simulate(algorithm, task, seed, options), FINISHED
         except Diverged as error:
@@ -220,6 +250,20 @@ def _choose_left(left: Any, before: Trace, history: Mapping[str, np.ndarray], op
         return left
     scores = history[options.select]
     return left if np.nanmin(scores) < scores[0] else before.left
+
+
+def _relay(listen: Callable[[Evaluation], None], trials: Trials[Any], trace: Trace, stage: str) -> Watch:
+    """From what a simulation tells to what a listener of the whole method wants to know."""
+    before = sum(int(done.history["round"][-1]) for done in trace.stages)
+
+    def watch(round: int, metrics: Mapping[str, np.ndarray]) -> None:
+        numbers: dict[str, Any] = {}
+        for name, value in metrics.items():
+            entries = trials.scenario.entries(name, trials.first) if value.ndim else [name]
+            numbers |= dict(zip(entries, np.atleast_1d(value), strict=True))
+        listen(Evaluation(trace.method, trace.seed, stage, before + round, finite_only(numbers)))
+
+    return watch
 
 
 def sweep_method(

@@ -1,12 +1,15 @@
 """What the verbs return: a finished run or comparison, a finished sweep, and a run that was stopped."""
 
+import base64
 import dataclasses
+import html
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from nestfed.core.settings import UserError
+from nestfed.report import page, statistics, tables
 from nestfed.report.record import Record
 from nestfed.workbench.stages import DIVERGED, FINISHED
 
@@ -17,6 +20,17 @@ class Study:
 
     def __repr__(self) -> str:
         return f"Study({str(self.folder)!r}: {', '.join(self.record.methods)}; seeds {self.record.about['seeds']})"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the result in a sentence, the table of the report, and its figures."""
+        _, shown = tables.headline(self.record)
+        sides = shown.set_index("method").T.to_html(border=0)
+        drawn = [figure for figure in self.figures if figure.stem.endswith("-round") or figure.stem == "trade-off"]
+        return (
+            f"<p>{html.escape(page.sentence(self.record, statistics.headline(self.record)))}</p>{sides}"
+            f"<details><summary>{len(drawn)} figures</summary>{''.join(map(_embed, drawn))}</details>"
+            f"<p>More of them, and the whole report: {html.escape(str(self.report))}</p>"
+        )
 
     folder: Path
     record: Record
@@ -76,6 +90,12 @@ class Study:
         if (method, seed) not in self.models:
             raise UserError(f"there is no final model of {method!r} and seed {seed}: {sorted(self.models)} are there.")
         return self.models[method, seed]
+
+
+def _embed(figure: Path) -> str:
+    """A PNG within a page."""
+    content = base64.b64encode(figure.read_bytes()).decode()
+    return f'<img alt="{html.escape(figure.stem)}" style="max-width: 48%" src="data:image/png;base64,{content}">'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 from nestfed.core.settings import UserError, suggest
 from nestfed.workbench.fields import OptionSet, flatten, option, options_of
 
-TASK, DATA, TRAINING, PRIVACY = "Task", "Data", "Training", "Privacy"  # headings of help
+TASK, DATA, TRAINING, PRIVACY, CLUSTER = "Task", "Data", "Training", "Privacy", "Several processes"  # headings of help
 DELTA = 1e-5  # of a guarantee
 NEIGHBOURS = "replace"  # of a guarantee
 LARGE_TABLE = 5000  # rows; a table of more of them has larger batches
 BATCH_SIZES = (32, 128)  # of a small table and of a large one
 UNEVEN = "dirichlet:0.5"  # clients that differ
+TRACKERS = ("mlflow", "tensorboard", "wandb")  # that a run can tell of itself
 MODELS = ("logistic", "network", "tabular")
 FEATURES = {"tabular": "piecewise"}  # the usual recipe of a model, where it is not the standard one
 PATH_MARKS = "./\\*?["  # no data set by name has one of these
@@ -111,6 +112,21 @@ class CommonOptions(OptionSet):
     )
     delta: float | None = option("delta of the guarantee", panel=PRIVACY, usual=f"{DELTA:g}", above=0, at_most=1)
     epsilon_budget: float | None = option("end before a round that would spend more", panel=PRIVACY, above=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterOptions(OptionSet):
+    """In which processes a run goes. They are of a command, not of a run: its numbers and files are the same."""
+
+    processes: int | None = option(
+        "in how many processes",
+        panel=CLUSTER,
+        at_least=1,
+        usual="one, or all that srun or mpirun started",
+        more="Alone: all of them on this machine.",
+    )
+    coordinator: str | None = option("host:port of process 0, where each is started by hand", panel=CLUSTER)
+    process_id: int | None = option("the number of this process, from 0", panel=CLUSTER, at_least=0)
 
 
 # ------------------------------------------------------------------------------------------------- tasks on tables

@@ -183,7 +183,7 @@ def choose(
             logits.append(logits[plain] - thresholds[group])
     decisions = np.stack(logits) > 0
     of_part = lambda inside: count(decisions[:, inside], label[inside], group[inside], problem.groups, problem.metric)
-    judged = {number: of_part(part == number) for number in (TRAIN, VALIDATION, TEST)}
+    judged = {number: of_part(part == number) for number in (TRAIN, VALIDATION, TEST) if (part == number).any()}
     bounds = judged[VALIDATION].bounds(confidence)
     passed = np.flatnonzero(bounds <= limit)
     chosen = passed[judged[VALIDATION].accuracy[passed].argmax()] if len(passed) else bounds.argmin()

@@ -44,9 +44,7 @@ from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
     STATISTICS,
-    GroupThresholds,
     Tabular,
-    TabularModel,
     TabularSetup,
     TabularTask,
     area_under_roc,
@@ -54,6 +52,7 @@ from nestfed.workbench.scenarios.tabular import (
     single_level,
 )
 from nestfed.workbench.task_options import FairnessOptions
+from nestfed.workbench.trained import GroupThresholds, TabularModel
 
 # ------------------------------------------------------------------------------------------------- the task
 

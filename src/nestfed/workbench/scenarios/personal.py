@@ -8,7 +8,6 @@ off the worst of them are, are what counts.
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,10 +17,10 @@ import optax
 import pandas as pd
 
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, setting, static, struct, suggest
+from nestfed.core.settings import setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.data import TEST, TRAIN, Encoder, Federated
+from nestfed.data import TEST, TRAIN, Federated
 from nestfed.models import RowModel
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
@@ -31,14 +30,12 @@ from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
     Tabular,
-    TabularModel,
     TabularSetup,
     part_of,
-    read_model,
-    save_model,
     table_rows,
 )
 from nestfed.workbench.task_options import PersonalOptions
+from nestfed.workbench.trained import ClientModels
 
 # ------------------------------------------------------------------------------------------------- the task
 
@@ -156,38 +153,6 @@ METHODS: dict[str, Method] = {
         (_stage("fedreco-pvr", head_steps=LOCAL_STEPS),),
     ),
 }
-
-
-# ------------------------------------------------------------------------------------------------- trained models
-
-
-@dataclasses.dataclass(frozen=True)
-class ClientModels:
-    """The models of all clients, with what it takes to use them on new rows."""
-
-    model: RowModel
-    thetas: PyTree  # every leaf [clients, ...]
-    encoder: Encoder
-    clients: tuple[str, ...]
-
-    def of(self, client: str) -> TabularModel:
-        """The model of the client of this name."""
-        if client not in self.clients:
-            hint = f"{suggest(client, self.clients)} Known are {', '.join(self.clients)}."
-            raise UserError(f"there is no model of the client {client!r}{hint}")
-        theta = jax.tree.map(lambda a: a[self.clients.index(client)], self.thetas)
-        return TabularModel(self.model, theta, self.encoder)
-
-    def save(self, path: Path) -> None:
-        """One file of plain arrays and text: nothing in it can run code."""
-        save_model(path, self.model, self.thetas, self.encoder, clients=list(self.clients))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "ClientModels":
-        model, thetas, encoder, about = read_model(path)
-        if "clients" not in about:
-            raise UserError(f"{path} holds one model for all clients; load it by nestfed.TabularModel.load.")
-        return cls(model, thetas, encoder, tuple(about["clients"]))
 
 
 # ------------------------------------------------------------------------------------------------- the scenario

@@ -6,10 +6,7 @@ test rows. A named task (`fairness`, `robust`) adds its problems, its methods an
 
 import dataclasses
 import functools
-import json
-import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -26,13 +23,14 @@ from nestfed.core.rows import ClientRows, Rows
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.data import TRAIN, VALIDATION, Encoder, Federated, Table, federate, load, overview, read_table, summary
-from nestfed.data.table import check_column, listing, name_groups
-from nestfed.models import RowModel, describe_model, model_from, model_named
+from nestfed.data import TRAIN, VALIDATION, Federated, Table, federate, load, overview, read_table, summary
+from nestfed.data.table import check_column
+from nestfed.models import RowModel, model_named
 from nestfed.problems.base import Problem
 from nestfed.problems.robust import MeanLoss
 from nestfed.workbench.scenario import Method, Scenario, Stage
 from nestfed.workbench.task_options import TabularOptions
+from nestfed.workbench.trained import TabularModel
 
 PARTS = ("train", "validation", "test")
 ROWS_AT_ONCE = 1024  # of a client, in an evaluation
@@ -207,84 +205,7 @@ class StageEnd(NamedTuple):
         return self.problem.params_of(self.server, None)
 
 
-# ------------------------------------------------------------------------------------------------- the trained model
-
-
-class GroupThresholds(NamedTuple):
-    """A threshold of the logit for every group, and the columns that say who belongs to which."""
-
-    columns: tuple[str, ...]
-    of_groups: dict[str, float]
-
-    def of_rows(self, frame: pd.DataFrame) -> np.ndarray:
-        for column in self.columns:
-            check_column(frame.columns, column, "group", "the rows")
-        codes, names = name_groups([frame[column] for column in self.columns])
-        unknown = [name for name in names if name not in self.of_groups]
-        if unknown:
-            raise UserError(
-                f"{'+'.join(self.columns)} is {unknown[0]!r} in a row, and this model has thresholds for "
-                f"{listing(self.of_groups)} only."
-            )
-        return np.array([self.of_groups[name] for name in names])[codes]
-
-
-@dataclasses.dataclass(frozen=True)
-class TabularModel:
-    """A trained model with what it takes to use it on new rows."""
-
-    model: RowModel
-    theta: PyTree
-    encoder: Encoder
-    thresholds: GroupThresholds | None = None  # only of a model that may ask for the group
-
-    def probability(self, frame: pd.DataFrame) -> np.ndarray:
-        """The probability of the positive label for every row of a table with the columns of the training data.
-
-        With thresholds by group the logit is less by that of the row's group: above one half is a positive decision for
-        everybody.
-        """
-        self.encoder.check(frame)
-        logits = self.model(self.theta, jnp.asarray(self.encoder.transform(frame)))
-        return np.asarray(
-            jax.nn.sigmoid(logits if self.thresholds is None else logits - self.thresholds.of_rows(frame))
-        )
-
-    def save(self, path: Path) -> None:
-        """One file of plain arrays and text: nothing in it can run code."""
-        more = {} if self.thresholds is None else {"thresholds": self.thresholds._asdict()}
-        save_model(path, self.model, self.theta, self.encoder, **more)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "TabularModel":
-        model, theta, encoder, about = read_model(path)
-        if "clients" in about:
-            raise UserError(
-                f"{path} holds models of {len(about['clients'])} clients; load it by nestfed.ClientModels.load "
-                "and take that of one client: .of(name)."
-            )
-        said = about.get("thresholds")
-        return cls(model, theta, encoder, said and GroupThresholds(tuple(said["columns"]), said["of_groups"]))
-
-
-def save_model(path: Path, model: RowModel, theta: PyTree, encoder: Encoder, **more: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    leaves = {f"theta/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(theta))}
-    about = {"model": describe_model(model), "encoder": encoder.to_dict(), **more}
-    np.savez(path, allow_pickle=False, about=np.array(json.dumps(about)), **leaves)
-
-
-def read_model(path: str | Path) -> tuple[RowModel, PyTree, Encoder, dict[str, Any]]:
-    """What `save_model` wrote: (model, parameters, encoder, all that the file says)."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            about = json.loads(str(file["about"]))
-            leaves = [file[f"theta/{i}"] for i in range(len(file.files) - 1)]
-        model, encoder = model_from(about["model"]), Encoder.from_dict(about["encoder"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is not a model that a run saved ({type(error).__name__}: {error}).") from error
-    structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))
-    return model, jax.tree.unflatten(structure, leaves), encoder, about
+# ------------------------------------------------------------------------------------------------- how it is judged
 
 
 def area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
@@ -334,6 +255,8 @@ class Tabular(Scenario[Setup]):
     def table(self) -> Table:
         """The data, read once."""
         chosen, path = self.options, self.options.path
+        if self.given is not None:
+            return self.given
         if path is None:
             return self._assign_roles(load(chosen.data))
         if chosen.label is None:
@@ -380,7 +303,7 @@ class Tabular(Scenario[Setup]):
             self.table,
             group=chosen.group,
             clients=chosen.client_number,
-            test_fraction=chosen.test_fraction,
+            test_fraction=chosen.test_fraction if self.given is None else 0.0,
             partition=chosen.partition or ("column" if by_column else chosen.usual_partition),
             recipe=chosen.recipe,
             keep_group=chosen.keep_group,

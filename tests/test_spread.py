@@ -1,0 +1,71 @@
+"""Several devices, and several processes: the numbers of one device, whoever owns a client."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import CASES
+from shared import free_port
+from spread import THOROUGH, find, find_gaps
+
+pytestmark = pytest.mark.usefixtures("nothing_left_running")
+HERE = Path(__file__).parent
+DEVICES = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count="
+
+
+def launch(folder: Path, *names: str, **environment: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(HERE / "spread.py"), str(folder), *names]
+    with (folder / f"{environment.get('NESTFED_TEST_JOIN', 'alone')}.log").open("wb") as log:
+        return subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
+
+
+def launch_processes(folder: Path, number: int, *names: str) -> list[subprocess.Popen[bytes]]:
+    address = f"127.0.0.1:{free_port()}"
+    return [launch(folder, *names, NESTFED_TEST_JOIN=f"{address},{number},{own}") for own in range(number)]
+
+
+def check(folder: Path, running: list[subprocess.Popen[bytes]], *names: str) -> None:
+    """What they leave is what this process finds meanwhile, on one device."""
+    try:
+        (folder / "alone").mkdir(exist_ok=True)
+        expected = {name: find(folder / "alone", name) for name in names}
+        codes = [process.wait(timeout=500) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    logs = "\n".join(log.read_text(errors="replace")[-3000:] for log in folder.glob("*.log"))
+    assert codes == [0] * len(running), logs
+    gaps = [gap for name in names for gap in find_gaps(name, dict(np.load(folder / f"{name}.npz")), expected[name])]
+    assert not gaps
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_every_algorithm_has_the_numbers_of_one_device_on_two(tmp_path, part):
+    names = list(CASES)[part::3]
+    check(tmp_path, [launch(tmp_path, *names, XLA_FLAGS=f"{DEVICES}2")], *names)
+
+
+def test_whatever_a_run_has_is_the_same_on_three_devices(tmp_path):
+    check(tmp_path, [launch(tmp_path, *THOROUGH, XLA_FLAGS=f"{DEVICES}3")], *THOROUGH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 3])
+def test_every_algorithm_has_the_numbers_of_one_process_in_several(tmp_path, number):
+    check(tmp_path, launch_processes(tmp_path, number, *CASES), *CASES)
+
+
+IN_PROCESSES = ("everything, side by side", "everything, in turn", "gathers, in turn", "scaled", "metrics of all",
+                "diverges", "single precision")  # fmt: skip
+
+
+def test_processes_have_the_numbers_of_one_and_go_on_with_each_others_checkpoints(tmp_path):
+    find(tmp_path, "round 1")  # in this process alone
+    check(tmp_path, launch_processes(tmp_path, 2, *IN_PROCESSES, "round 2"), *IN_PROCESSES, "round 2")
+    some = [*IN_PROCESSES[:2], "poisson and a trusted server", "round 3"]
+    check(tmp_path, launch_processes(tmp_path, 3, *some), *some)
+    assert not find_gaps("round 4", find(tmp_path, "round 4"), find(tmp_path / "alone", "round 4"))
