@@ -9,6 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from nestfed.experiments import reproduce
+from nestfed.experiments.claims import judge
 from nestfed.experiments.counterexample.limits import averaging_limit, ds_limit, mixed_limit, printed_limit
 from nestfed.experiments.counterexample.page import check_claims, digits
 
@@ -72,11 +73,10 @@ def test_the_quick_version_reaches_every_limit(page):
 def test_the_page_has_its_figures_and_verdicts(page):
     text = page.read_text()
     assert page.name == "README.md" and "{{" not in text and "nestfed reproduce counterexample --quick" in text
-    assert re.findall(r"\*\*(Holds.*?)\*\*", text) == [
-        "Holds.", "Holds with a correction.", "Holds up to a bias of its local estimates."
-    ]  # fmt: skip
+    verdicts = re.findall(r"\*\*(Holds|Refuted|Undecided)\*\*", text)
+    assert verdicts == ["Holds", "Holds", "Refuted", "Holds", "Refuted", "Holds", "Holds"]
     linked = re.findall(r"\]\((.*?)\)", text)
-    assert len(linked) == 6 and all((page.parent / path).exists() for path in linked)
+    assert len(linked) == 8 and all((page.parent / path).exists() for path in linked)
     for name in ("counterexample", "figure7"):
         assert (page.parent / "figures" / f"{name}.svg").exists()
     paths = pd.read_csv(page.parent / "tables" / "paths.csv")
@@ -103,14 +103,22 @@ def test_the_kept_results_are_those_of_the_specification():
 
 
 def test_a_verdict_follows_the_numbers():
-    read = lambda name: pd.read_csv(KEPT / "tables" / f"{name}.csv")
-    averaging, small, feddro, ds = (read(name) for name in ("fedavg-co", "small-steps", "feddro", "ds-feddro"))
-    verdicts = lambda *tables: check_claims(*tables).verdict.tolist()
-    assert verdicts(averaging, small, feddro, ds)[0] == "holds"
-    assert verdicts(averaging.assign(limit=0.9), small, feddro, ds)[0] == "does not hold"
-    assert verdicts(averaging, small, feddro.assign(limit=0.0), ds)[1] == "holds"
-    assert verdicts(averaging, small, feddro.assign(limit=0.1), ds)[1] == "does not hold"
-    assert verdicts(averaging, small, feddro, ds.assign(**{"limit, local y": 0.0}))[2] == "holds"
+    names = ("fedavg-co", "small-steps", "feddro", "ds-feddro", "schedules")
+    tables = {name: pd.read_csv(KEPT / "tables" / f"{name}.csv") for name in names}
+
+    def verdict(claim, **changed):
+        judged = judge(check_claims(*(tables | changed).values()))
+        return {one.claim.number: one.verdict for one in judged}[claim]
+
+    averaging, feddro, ds, schedules = (tables[name] for name in ("fedavg-co", "feddro", "ds-feddro", "schedules"))
+    assert verdict("1a") == verdict("1b") == verdict("2b") == verdict("3c") == "holds"
+    assert verdict("1a", **{"fedavg-co": averaging.assign(lowest=0.4)}) == "refuted"
+    assert verdict("1b", **{"fedavg-co": averaging.assign(limit=0.9)}) == "refuted"
+    assert verdict("2") == "refuted" and verdict("2", feddro=feddro.assign(limit=0.0)) == "holds"
+    assert verdict("2b", feddro=feddro.assign(limit=0.1)) == "refuted"
+    assert verdict("3") == "refuted" and verdict("3", **{"ds-feddro": ds.assign(**{"limit, local y": 0.0})}) == "holds"
+    rising = schedules.assign(limit=schedules["T"].astype(float))
+    assert verdict("3c", schedules=rising) == "refuted"
 
 
 def test_numbers_below_the_resolution_are_shown_as_zero():

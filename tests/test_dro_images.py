@@ -1,12 +1,12 @@
 """Robust training on images: losses, limits and metrics against numpy; trainings kept as files; the page."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +15,7 @@ from shared import cifar10_subset, shared_data
 from nestfed import UserError, make, simulate
 from nestfed.data.images import Images, deal_images
 from nestfed.experiments import cells
+from nestfed.experiments.claims import judge
 from nestfed.experiments.dro_images import data, page
 from nestfed.experiments.dro_images.data import last_of_first_half, shorten_first_half
 from nestfed.experiments.dro_images.plan import CHOSEN_BY, QUICK, Trainings
@@ -146,8 +147,9 @@ def test_a_cell_is_computed_once(tmp_path):
             return train()
 
     cell, again = (One(tmp_path, PLAN).cell("one") for _ in range(2))
-    path = tmp_path / "cells" / "one.json"
-    assert made == [1] and json.loads(path.read_text())["settings"] == [{"lr": 0.1}, {"lr": 1e30}]
+    path = tmp_path / "cells" / "one.parquet"
+    assert made == [1] and pd.read_parquet(path).attrs["settings"] == [{"lr": 0.1}, {"lr": 1e30}]
+    assert set(cell.origin) == {"commit", "versions", "host", "data"} and cell.origin == again.origin
     assert (cell.metrics["closeness"][0] == again.metrics["closeness"][0]).all()
     assert cell.diverged[0].tolist() == [-1, -1] and (cell.diverged[1] >= 0).all()
     assert cell.best("closeness") == 0 and cell.settings[0] == {"lr": 0.1}
@@ -161,7 +163,7 @@ def test_a_cell_is_computed_once(tmp_path):
 def test_settings_are_chosen_on_validation_images_and_used(made, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load_short", lambda name, keep: made)
     cell = Trainings(tmp_path, PLAN, progress=False).cell("feddro-1-iid")
-    choice = cells.load(tmp_path / "cells" / "choose-feddro-1.json")
+    choice = cells.load(tmp_path / "cells" / "choose-feddro-1.parquet")
     assert choice.settings == [{"lr": 0.05, "price": 5.0}, {"lr": 0.01, "price": 5.0}] and choice.seeds == [0]
     best = int(choice.metrics["validation_balanced_accuracy"][:, 0, -1].argmax())
     assert cell.settings == [choice.settings[best]] and cell.seeds == [0, 1]
@@ -190,13 +192,13 @@ def test_page_of_made_up_cells(tmp_path):
 
     for name in trainings.names():
         cells.save(trainings.path(name), invented(name))
-    text = page.EXPERIMENT.write(trainings).read_text()
-    assert "{{" not in text and "abacus" in text and text.count("Compared:") == 5
+    text = page.EXPERIMENT.write(trainings, page.make_page(trainings)).read_text()
+    assert "{{" not in text and "abacus" in text and text.count("Compared:") == 7
     table = page.final_table(trainings).set_index(["method", "local steps"])
     assert table.loc[("FedDRO", 1), "test accuracy"] == pytest.approx(0.801)
     assert table.loc[("FedDRO", 1), "exchanges"] == 8 and table.loc[("FedDRO", 1), "MB up per client"] == 4e-4
-    verdicts = {claim.number: claim.verdict for claim in page.check_claims(trainings)}
-    assert verdicts["1"].startswith("holds (6 of 6") and verdicts["3"].startswith("does not hold")
-    assert verdicts["5"].startswith("holds")
+    verdicts = {one.claim.number: one.verdict for one in judge(page.check_claims(trainings))}
+    assert verdicts["1"] == "holds" and verdicts["2"] == verdicts["3"] == verdicts["4b"] == "refuted"
+    assert verdicts["5a"] == verdicts["5b"] == "holds"
     for figure in ("figure1-methods", "figure2-local-steps"):
         assert (tmp_path / "figures" / f"{figure}.png").stat().st_size > 10_000

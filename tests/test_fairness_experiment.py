@@ -36,5 +36,5 @@ def test_the_slip_on_default_credit(monkeypatch):
 def test_every_published_setting_is_a_cell_and_its_dealings_go_together():
     trainings = Trainings(Path(), EXPERIMENT.full)
     settings = [["adult-iid", "adult-non-iid"], ["german-iid", "german-non-iid"], ["adult-non-iid-past-the-paper"]]
-    assert trainings.groups() == [*settings, ["readings-adult", "readings-german"]]
+    assert trainings.groups() == [*settings, ["constants", "readings-adult", "readings-german"]]
     assert {setting[:2] for group in trainings.settings() for setting in group} == set(PAPER)

@@ -15,6 +15,7 @@ from scipy import integrate, stats
 from nestfed import Rows, Task, UserError, make, simulate
 from nestfed.core.algorithm import Sample
 from nestfed.experiments import cells, reproduce
+from nestfed.experiments.claims import judge
 from nestfed.experiments.invariant import page as invariant
 from nestfed.experiments.invariant.plan import CONTRAST, QUICK, Trainings
 from nestfed.experiments.invariant.task import (
@@ -162,8 +163,8 @@ def test_the_quick_version_makes_its_page(tmp_path):
     text = page.read_text()
     assert "{{" not in text and "nestfed reproduce invariant --quick" in text and text.count("Compared:") == 7
     linked = re.findall(r"\]\((.*?)\)", text)
-    assert len(linked) == 4 and all((page.parent / path).exists() for path in linked)
-    cell = cells.load(page.parent / "cells" / "fcsg.json")
+    assert len(linked) == 6 and all((page.parent / path).exists() for path in linked)
+    cell = cells.load(page.parent / "cells" / "fcsg.parquet")
     assert cell.settings[0] == {"noise": 1.0, "m": 1, "lr": 0.05} and cell.seeds == [0, 1, 2]
     objective = cell.metrics["objective"]
     assert (objective[:, :, -1] < objective[:, :, 0]).all()
@@ -173,7 +174,7 @@ def test_settings_are_chosen_on_other_seeds_and_points(tmp_path):
     plan = dataclasses.replace(QUICK, rates=(1e-6, 0.1), rounds=8, evaluations=2, noises=(1.0,), local_steps=1)
     trainings = Trainings(tmp_path, plan, progress=False)
     cell = trainings.part("fcsg", 1.0, 10)
-    tried = cells.load(tmp_path / "cells" / "choose-fcsg.json")
+    tried = cells.load(tmp_path / "cells" / "choose-fcsg.parquet")
     assert tried.seeds == [1000] and set(tried.metrics) == {"objective", "norm", "validation_accuracy"}
     best = int(tried.metrics["validation_accuracy"][2:, 0, -1].argmax())  # two rates with m = 1, then two with m = 10
     assert cell.settings == [tried.settings[2 + best]] and "test_accuracy" in cell.metrics
@@ -228,23 +229,23 @@ def made_up(folder, plan=PLAN, *, loss=0.02, apart=0.0, swing=0.5, contrast=0.0)
 def test_verdicts_follow_the_numbers(tmp_path):
     def verdicts(name, **changes):
         claims = invariant.check_claims(made_up(tmp_path / name, **changes))
-        return {claim.number: claim.verdict.split(" (")[0] for claim in claims}
+        return {one.claim.number: one.verdict for one in judge(claims)}
 
     fulfilled = verdicts("all")
     assert set(fulfilled.values()) == {"holds"} and list(fulfilled) == ["1", "2", "3a", "3b", "3c", "4a", "4b"]
-    assert verdicts("loss", loss=-0.02)["1"] == "does not hold"
-    assert verdicts("apart", apart=0.01)["2"] == "does not hold"
+    assert verdicts("loss", loss=-0.02)["1"] == "refuted"
+    assert verdicts("apart", apart=0.01)["2"] == "refuted"
     swinging = verdicts("swing", swing=2.0)
-    assert swinging["3a"] == swinging["3b"] == swinging["3c"] == "does not hold"
+    assert swinging["3a"] == swinging["3c"] == "refuted" and swinging["3b"] != "holds"
     gaining = verdicts("contrast", contrast=0.5)
-    assert gaining["4a"] == gaining["4b"] == "does not hold"
+    assert gaining["4a"] == gaining["4b"] == "refuted"
 
 
 def test_page_of_made_up_cells(tmp_path):
     """Numbers put in come out, and all settings that were tried are listed."""
     plan = dataclasses.replace(PLAN, rates=(0.1, 0.2))
     trainings = made_up(tmp_path, plan)
-    text = invariant.EXPERIMENT.write(trainings).read_text()
+    text = invariant.EXPERIMENT.write(trainings, invariant.make_page(trainings)).read_text()
     assert "abacus" in text and "tables/tried.csv" in text
     tried = pd.read_csv(tmp_path / "tables" / "tried.csv")
     assert len(tried) == 2 * (3 * 4 + 2) and (tried.taken == (tried.lr == 0.1)).all()
@@ -255,6 +256,6 @@ def test_page_of_made_up_cells(tmp_path):
     row = table.loc[(2.0, 1, "FCSG")]
     assert row["test accuracy"] == pytest.approx(0.95 - 0.04 - 0.001 * 1.15 - 0.1)
     assert row["F"] == pytest.approx(0.1 + 0.4 + 0.0015) and row["diverged"] == 0
-    assert row["std of accuracy over rounds"] == pytest.approx(0.001 * 1.15)
+    assert row["std of accuracy over rounds"] == pytest.approx(0.001 * 1.15 * (4 / 3) ** 0.5)
     for figure in ("figure1", "objective"):
         assert (tmp_path / "figures" / f"{figure}.png").stat().st_size > 10_000

@@ -25,6 +25,7 @@ from mkdocs.structure.pages import Page
 
 from nestfed.algorithms import ALGORITHMS
 from nestfed.core.algorithm import Algorithm
+from nestfed.experiments import scoreboard
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = json.loads((ROOT / "docs" / "measured" / "algorithms.json").read_text())
@@ -275,6 +276,7 @@ def gallery() -> str:
         page = (ROOT / "experiments" / name / "README.md").read_text()
         title = page.partition("\n")[0].removeprefix("# ")
         figures = re.findall(r"!\[[^\]]*\]\((figures/[^)]+\.png)\)", page)
+        figures = [figure for figure in figures if "claims" not in figure]
         shown = f"[![{title}]({name}/{figures[0]})]({name}/index.md)\n\n" if figures else ""
         below = f"**[{title}]({name}/index.md)**\n\n`nestfed reproduce {name}`"
         cards.append(f'<div class="card" markdown>\n\n{shown}{below}\n\n</div>')
@@ -283,9 +285,12 @@ def gallery() -> str:
             "---\nhide: [toc]\n---",
             "# Experiments",
             "The papers' experiments, repeated: every claim with its differences and intervals, also where it does not "
-            "hold here. A page is made from kept trainings by the command below its figure.",
+            "hold here. The command below a figure repeats the trainings; with `--from-cells`, in a clone, it makes "
+            "the page again from those that are kept.",
             '<div class="gallery" markdown>',
             *cards,
             "</div>",
+            "# All claims",
+            scoreboard.write_tables(ROOT / "experiments", "{}/index.md"),
         ]
     )

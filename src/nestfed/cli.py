@@ -386,13 +386,17 @@ def reproduce(
     out: Out = None,
     quick: Annotated[bool, _flag("A small version, to see that it works.")] = False,
     resume: Annotated[bool, _flag("Go on in a folder that is there.")] = False,
+    from_cells: Annotated[
+        bool, _flag("Write page, figures and verdicts again from kept trainings; in a clone, those of experiments/.")
+    ] = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Repeat a paper's experiment and put the numbers beside the paper's."""
     from nestfed.experiments import reproduce as repeat
 
-    page = str(repeat(experiment, out=out, quick=quick, resume=resume, progress=False if quiet or json_ else None))
+    silent = False if quiet or json_ else None
+    page = str(repeat(experiment, out=out, quick=quick, resume=resume, from_cells=from_cells, progress=silent))
     _print_json({"page": page}) if json_ else typer.echo(page)
 
 

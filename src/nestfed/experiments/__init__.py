@@ -1,7 +1,6 @@
 """Experiments of the papers, repeated: numbers beside the published ones, and a verdict on every claim."""
 
 import importlib
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,23 @@ def reproduce(
     out: str | Path | None = None,
     quick: bool = False,
     resume: bool = False,
+    from_cells: bool = False,
     progress: bool | None = None,
 ) -> Path:
     """Repeat an experiment; returns the page with its results.
 
     quick    a small version that only shows that it works
     resume   go on in a folder that is there: trainings that were kept as cells are not done again
+    from_cells   write tables, figures, verdicts and page again from the cells in the folder (in a clone of the
+             repository those of experiments/, if no other is given): nothing is trained, and no data are needed
     """
     if experiment not in EXPERIMENTS:
         hint = f"{suggest(experiment, EXPERIMENTS)} Known are {', '.join(EXPERIMENTS)}."
         raise UserError(f"there is no experiment {experiment!r}{hint}")
+    if from_cells:
+        return find(experiment).write_again(Path(out or Path("experiments") / experiment), quick=quick)
     folder = Path(out) if out is not None else Path("runs") / f"reproduce-{experiment}"
     if not resume and folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty; give another folder (--out), or go on in it (--resume).")
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["nestfed", "reproduce", experiment, *(["--quick"] if quick else []), "--out", str(folder)]
-    return find(experiment).run(folder, shlex.join(words), quick=quick, progress=progress)
+    return find(experiment).run(folder, quick=quick, progress=progress)

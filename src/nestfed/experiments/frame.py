@@ -9,10 +9,9 @@ import abc
 import concurrent.futures
 import dataclasses
 import datetime
-import importlib.metadata
+import functools
 import multiprocessing
 import os
-import platform
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,9 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from nestfed.core.settings import UserError
+from nestfed.experiments import plots
 from nestfed.experiments.cells import Cell, Table, load, save
-from nestfed.experiments.claims import Claim, claims_table, markdown_claims
+from nestfed.experiments.claims import Claim, Judged, claims_table, judge, markdown_claims
 from nestfed.models import ImageModel
 from nestfed.report import figures, tables
 
@@ -40,7 +40,7 @@ class Trainings(abc.ABC, Generic[Plan]):
 
     folder: Path
     plan: Plan
-    command: str = ""  # that repeats the experiment
+    command: str = ""  # that repeats the trainings
     progress: bool | None = None
     known: dict[str, Cell | Table] = dataclasses.field(default_factory=dict, repr=False, compare=False)  # files read
 
@@ -59,7 +59,7 @@ class Trainings(abc.ABC, Generic[Plan]):
         return [self.names()]
 
     def path(self, name: str) -> Path:
-        return self.folder / "cells" / f"{name.replace(':', '-')}.json"  # no colon: not all file systems have it
+        return self.folder / "cells" / f"{name.replace(':', '-')}.parquet"  # no colon: not all file systems have it
 
     def done(self, name: str) -> bool:
         return name in self.known or self.path(name).exists()
@@ -131,12 +131,17 @@ class Page:
     digits: int | None = None  # of the numbers in CSV files; None: all
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # that decide the numbers, beside the plan
 
+    @functools.cached_property
+    def judged(self) -> list[Judged]:
+        return judge(self.claims)
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """A paper's experiment: what is trained, how much of it, and the page that comes of it."""
 
     name: str  # as the command line has it
+    paper: str  # the title, for short
     trainings: type[Trainings[Any]]
     full: Any  # the plan
     quick: Any  # a small one that shows that it works
@@ -146,29 +151,51 @@ class Experiment:
     def template(self) -> Path:
         return Path(__file__).with_name(self.name.replace("-", "_")) / "page.md.jinja"
 
-    def run(self, folder: Path, command: str, *, quick: bool, progress: bool | None) -> Path:
-        """Train what is not there yet; returns the path of the page."""
-        trainings = self.trainings(folder, self.quick if quick else self.full, command, progress)
-        trainings.train_all()
-        return self.write(trainings)
+    def begin(self, folder: Path, *, quick: bool = False, progress: bool | None = None) -> Trainings[Any]:
+        """The trainings that are kept in a folder."""
+        command = f"nestfed reproduce {self.name}{' --quick' if quick else ''}"
+        return self.trainings(folder, self.quick if quick else self.full, command, progress)
 
-    def write(self, trainings: Trainings[Any]) -> Path:
-        """The page with its tables, figures and settings."""
-        page, folder = self.make_page(trainings), trainings.folder
-        self.write_tables(page, folder / "tables")
-        for name, draw in page.figures.items():
-            figures.write(draw(), folder / "figures", name)
+    def run(self, folder: Path, *, quick: bool, progress: bool | None) -> Path:
+        """Train what is not there yet; returns the path of the page."""
+        trainings = self.begin(folder, quick=quick, progress=progress)
+        trainings.train_all()
+        page = self.make_page(trainings)
         settings = {"experiment": self.name, "plan": plain(trainings.plan)} | dict(page.settings)
         (folder / "settings.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
+        return self.write(trainings, page)
+
+    def write_again(self, folder: Path, *, quick: bool) -> Path:
+        """The page from the cells that are there: nothing is trained, no data are read."""
+        trainings = self.begin(folder, quick=quick)
+        missing = [name for name in trainings.names() if not trainings.done(name)]
+        if missing:
+            raise UserError(
+                f"{folder / 'cells'} lacks {len(missing)} of {len(trainings.names())} cells ({missing[0]}, say). "
+                "Without --from-cells, and with --resume, they are trained."
+            )
+        return self.write(trainings, self.make_page(trainings))
+
+    def write(self, trainings: Trainings[Any], page: Page) -> Path:
+        """The page with its tables and figures; the settings stay those of the trainings."""
+        folder = trainings.folder
+        self.write_tables(trainings, page, folder / "tables")
+        for name, draw in self.figures(page).items():
+            figures.write(draw(), folder / "figures", name)
         path = folder / "README.md"
         path.write_text(self.render(trainings, page), encoding="utf-8")
         return path
 
-    def write_tables(self, page: Page, folder: Path) -> None:
-        """As CSV, and as Markdown and LaTeX where the page says so."""
+    def figures(self, page: Page) -> dict[str, Callable[[], Figure]]:
+        """All of a page, and one of its verdicts."""
+        return {**page.figures, **({"claims": functools.partial(plots.verdicts, page.judged)} if page.claims else {})}
+
+    def write_tables(self, trainings: Trainings[Any], page: Page, folder: Path) -> None:
+        """As CSV, and as Markdown and LaTeX where the page says so; also where every cell comes from."""
         folder.mkdir(parents=True, exist_ok=True)
         digits = None if page.digits is None else f"%.{page.digits}g"
-        for name, table in ({"claims": claims_table(page.claims)} | dict(page.tables)).items():
+        common = {"claims": claims_table(page.judged), "cells": origins_table(trainings)}
+        for name, table in (common | dict(page.tables)).items():
             if name in page.typeset:
                 tables.write(table, folder, name, shown=page.shown.get(name), names=NAMES)
             elif not table.empty:
@@ -176,23 +203,74 @@ class Experiment:
 
     def render(self, trainings: Trainings[Any], page: Page) -> str:
         """The text of the page."""
-        cells = [trainings.result(name) for name in trainings.names() if trainings.done(name)]
         environment = jinja2.Environment(keep_trailing_newline=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
         environment.filters["markdown"] = markdown
         template = environment.from_string(self.template.read_text(encoding="utf-8"))
         return template.render(
             plan=trainings.plan,
-            command=trainings.command,
+            made=self.tell_making(trainings),
             quick=trainings.plan == self.quick,
             tables={**page.tables, **page.shown},
-            claims=markdown_claims(page.claims),
-            seconds=sum(cell.seconds for cell in cells),
-            machines=", ".join(sorted({cell.machine for cell in cells})),
-            host=f"{platform.machine()}, {os.cpu_count()} cores",
-            python=platform.python_version(),
-            jax=importlib.metadata.version("jax"),
+            claims=JUDGING.format(claims=len(page.claims)) + markdown_claims(page.judged),
             **page.words,
         )
+
+    def tell_making(self, trainings: Trainings[Any]) -> str:
+        """How the page came about: the commands, the time, and what is known of the code and the machines."""
+        table = origins_table(trainings)
+        unknown = list(table["commit"]).count(UNKNOWN)
+        told = [
+            f"    {trainings.command}                 # the trainings, and this page",
+            f"    nestfed reproduce {self.name} --from-cells    # this page from the kept trainings (cells/)",
+            "",
+            f"Trainings: {table['seconds'].sum() / 60:.1f} minutes, compiling included, on "
+            f"{' and '.join(sorted(table['device'].unique()))}. Every number on this page follows from them, or is "
+            "exact.",
+        ]
+        known = table[table["commit"] != UNKNOWN]
+        for keys, own in known.groupby(["commit", "python", "jax", "host"], sort=False):
+            made, python, jax, host = (str(key) for key in keys)  # pyright: ignore[reportGeneralTypeIssues]
+            told.append(f"{len(own)} cells were made at commit {made[:10]} ({host}; Python {python}, jax {jax}).")
+        if unknown:
+            told.append(
+                f"When {unknown if unknown < len(table) else 'its'} cells were trained, commit, versions and the sum "
+                "of the data were not recorded; they are not invented here."
+            )
+        told.append("Cell by cell: [cells.csv](tables/cells.csv).")
+        return "\n".join(told)
+
+
+UNKNOWN = "not recorded"
+JUDGING = """\
+A case is judged by the 95 % interval of its paired differences over seeds: it *holds* where the interval lies where the
+claim says, is *refuted* where it lies elsewhere, and is *undecided* otherwise. Where a curve still moves, so that the
+slope of its last tenth, kept up for as long again while the other curve stops, could carry the difference to the
+bound, the case is undecided: not converged. A case with a seed that diverged is undecided too. A claim holds where all
+of its cases do and is refuted where one is, if that survives Holm's correction for the {claims} claims of this page
+(and, for a refutation, the number of cases).
+
+"""
+
+
+def origins_table(trainings: Trainings[Any]) -> pd.DataFrame:
+    """One row per cell: what it took, and of what code, data and machine it came."""
+    rows = []
+    for name in trainings.names():
+        if not trainings.done(name):
+            continue
+        cell = trainings.result(name)
+        versions = cell.origin.get("versions", {})
+        rows.append(
+            {"cell": name, "device": cell.machine, "seconds": round(cell.seconds, 1)}
+            | {"seeds": len(cell.seeds) if isinstance(cell, Cell) else "", "settings": _count(cell)}
+            | {key: cell.origin.get(key, UNKNOWN) for key in ("commit", "host", "data")}
+            | {key: versions.get(key, UNKNOWN) for key in ("python", "nestfed", "jax", "jaxlib", "numpy", "optax")}
+        )
+    return pd.DataFrame(rows)
+
+
+def _count(cell: Cell | Table) -> Any:
+    return len(cell.settings) if isinstance(cell, Cell) else ""
 
 
 def markdown(table: pd.DataFrame) -> str:

@@ -222,6 +222,13 @@ def curve(history: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
     )
 
 
+def half_width(std: Any, n: Any) -> Any:
+    """Of the 95 % t-interval of a mean of n values with this standard deviation (ddof 0); NaN where n is 1."""
+    std, n = np.asarray(std, float), np.asarray(n, float)
+    freedom = np.where(n > 1, n - 1, np.nan)
+    return stdtrit(freedom, (1 + CONFIDENCE) / 2) * std / np.sqrt(freedom)
+
+
 def _moments(values: Any) -> pd.DataFrame:
     """Mean, std and n of grouped values."""
     return pd.DataFrame({"mean": values.mean(), "std": values.std(ddof=0), "n": values.size()})

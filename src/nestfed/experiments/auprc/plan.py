@@ -13,12 +13,12 @@ import jax
 
 from nestfed.algorithms import make
 from nestfed.core.task import Task
-from nestfed.data.images import FederatedImages, Images, load_images
+from nestfed.data.images import FederatedImages, Images
 from nestfed.experiments import frame
 from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
 from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, make_ranked_task
 from nestfed.experiments.cells import Cell, train
-from nestfed.experiments.image_tasks import numbers
+from nestfed.experiments.image_tasks import MADE_UP, find_images, numbers
 from nestfed.models import CNN, Convolution
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision
 
@@ -81,11 +81,11 @@ class Plan:
     evaluations: int = 10
 
 
-_SMALL = DataPlan("MNIST", CNN(layers=(Convolution(4, pool=4),), outputs=1), 6, 2, 4, 4)
+_SMALL = DataPlan("made-up images", CNN(layers=(Convolution(4, pool=4),), outputs=1), 6, 2, 4, 4)
 QUICK = Plan(
-    data=(("mnist", _SMALL),),
-    methods=("coda-plus", "fcsg"),
-    keep=0.02,
+    data=((MADE_UP, _SMALL),),
+    methods=("fedavg", "coda-plus", "fcsg"),
+    keep=0.1,
     clients=2,
     local_steps=2,
     rates=(0.01, 0.1),
@@ -169,4 +169,4 @@ class Trainings(frame.Trainings[Plan]):
 
 @functools.lru_cache(maxsize=4)
 def _images(data: str, keep: float) -> Images:
-    return rare_second_half(load_images(data), keep)
+    return rare_second_half(find_images(data), keep)

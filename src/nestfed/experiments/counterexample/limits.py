@@ -56,5 +56,8 @@ def ds_limit(lr: float, beta: float, local_steps: int) -> float:
         return np.array([x.mean(), y.mean()]) - state
 
     first_order = min(6 * beta * (local_steps - 1), 1.0)
-    found = root(lambda state: move(state) / lr, np.full(2, first_order), tol=1e-13)
-    return float(found.x[0]) if found.success else np.nan
+    for start in (1.0, 0.95, 1.05):  # from one of them the steps of the root finder do not get stuck
+        found = root(lambda state: move(state) / lr, np.full(2, start * first_order), tol=1e-13)
+        if found.success:
+            return float(found.x[0])
+    return np.nan

@@ -8,6 +8,8 @@ from the method's update and without this library.
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,10 +42,18 @@ class Plan:
     )  # fmt: skip
     others: bool = True
     rounds: int = 80_000
+    totals: tuple[int, ...] = (1000, 10_000, 100_000, 400_000)  # T, local steps, of the theorem's step sizes
+    schedule_steps: tuple[int, ...] = (2, 8)  # local steps per round there
 
 
 QUICK = Plan(
-    rates=(0.04, 0.01), local_steps=(1, 2), betas=(0.0, 0.1), ds=((0.04, 0.1, 1), (0.04, 0.1, 2)), others=False
+    rates=(0.04, 0.01),
+    local_steps=(1, 2),
+    betas=(0.0, 0.1),
+    ds=((0.04, 0.1, 1), (0.04, 0.1, 2)),
+    others=False,
+    totals=(1000, 4000),
+    schedule_steps=(2,),
 )
 SHOWN = {  # the memorable figure: one step size, two local steps, six methods
     "FedAvg-CO, case I": ("fedavg-co-1", {}),
@@ -161,6 +171,25 @@ def ds_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def schedules_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
+    """DS-FedDRO, local y, with step sizes that fall with the number T of local steps as in Theorem 5.2: eta =
+    sqrt(I / T), beta = eta, and server rates 1 or sqrt(K / T). Where it is after T steps, and where these would
+    lead."""
+    rows = []
+    clients = 2
+    for steps, total in itertools.product(plan.schedule_steps, plan.totals):
+        lr = math.sqrt(steps / total)
+        rates = {"1": 1.0, "sqrt(K / T)": math.sqrt(clients / total)}
+        changes = [{"server_lr": rate, "server_inner_lr": rate} for rate in rates.values()]
+        done = runs("ds-feddro", changes, total // steps, progress, local_steps=steps, lr=lr, beta=lr)
+        for name, x in zip(rates, places(done)[:, -1], strict=True):
+            rows.append(
+                {"local steps": steps, "T": total, "eta = beta": lr, "server rates": name}
+                | {"x after T steps": x, "limit": ds_limit(lr, lr, steps), "6 beta (I - 1)": 6 * lr * (steps - 1)}
+            )
+    return pd.DataFrame(rows)
+
+
 def others_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """T1e: what the other methods for compositions solve."""
     one = {"local_steps": 1}
@@ -206,6 +235,7 @@ TABLES: dict[str, Callable[[Plan, bool | None], pd.DataFrame]] = {
     "small-steps": small_steps_table,
     "feddro": feddro_table,
     "ds-feddro": ds_table,
+    "schedules": schedules_table,
     "others": others_table,
     "figure7": figure_seven_paths,
     "paths": shown_paths,

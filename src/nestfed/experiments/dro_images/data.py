@@ -6,13 +6,14 @@ import functools
 import numpy as np
 
 from nestfed.core.settings import UserError
-from nestfed.data.images import Images, load_images
+from nestfed.data.images import Images
+from nestfed.experiments.image_tasks import find_images
 
 
 @functools.lru_cache(maxsize=4)
 def load_short(name: str, keep: int) -> Images:
     """A set by its name, shortened."""
-    return shorten_first_half(load_images(name), keep)
+    return shorten_first_half(find_images(name), keep)
 
 
 def shorten_first_half(images: Images, keep: int = 100) -> Images:

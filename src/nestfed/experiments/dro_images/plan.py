@@ -20,6 +20,7 @@ from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train
 from nestfed.experiments.dro_images import data
 from nestfed.experiments.dro_images.task import ClassLimits, ImageLosses, image_losses, image_task
+from nestfed.experiments.image_tasks import MADE_UP
 from nestfed.models import CNN, Convolution, ImageModel, ResNet
 from nestfed.problems.robust import KL, MeanLoss
 
@@ -55,9 +56,9 @@ class Plan:
 
 
 QUICK = Plan(
-    data="mnist",
+    data=MADE_UP,
     keep=20,
-    images=29_504,
+    images=700,
     model=CNN(layers=(Convolution(8, pool=4),)),
     clients=2,
     batch=4,

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
+from nestfed.data import load
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Table, tabulate
 from nestfed.experiments.fairness.task import FORGETFUL, Reproduced, Slipped
@@ -109,9 +110,11 @@ class Plan:
     seeds: int = 10
     past_seeds: int = 5
     past_methods: tuple[str, ...] = ("fedavg", "fedreg", "fedminmax", "fcfl", "fedbio")
+    constants: tuple[float, ...] = (1.0, 50.0)  # c of FedBiOAcc, each with all of the next
+    constants_rates: tuple[float, ...] = (1.0, 10.0, 100.0)
     steps: int = 2000
     evaluations: int = 25
-    reading_seeds: int = 3
+    reading_seeds: int = 10
     readings: int = 100  # at most so many of every data set
     grid: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
 
@@ -122,6 +125,7 @@ QUICK = Plan(
     seeds=2,
     past_seeds=2,
     past_methods=("fedavg", "fedbio"),
+    constants_rates=(1.0,),
     steps=60,
     evaluations=6,
     reading_seeds=1,
@@ -131,7 +135,7 @@ QUICK = Plan(
 
 
 def make_scenario(data: str, dealing: str, plan: Plan, *, slip: bool = False, **changes: Any) -> Reproduced:
-    options: dict[str, Any] = {"data": data, "partition": dealing, "steps": plan.steps}
+    options: dict[str, Any] = {"data": data, "partition": dealing, "steps": plan.steps, "features": "standard"}
     options |= {"objective": "paper", "full_batch": False}
     return (Slipped if slip else Reproduced)(FairnessOptions(**(options | changes)))
 
@@ -145,7 +149,8 @@ def setting_name(setting: Setting) -> str:
 
 
 class Trainings(frame.Trainings[Plan]):
-    """The cells: what was chosen in every setting, whose record lies beside it with a report, and `readings-DATA`."""
+    """The cells: what was chosen in every setting, with its record in a folder beside it and a report in reports/, and
+    `readings-DATA`."""
 
     processes = 2  # compiling a program keeps one core busy, and half of the time is compiling
 
@@ -154,7 +159,7 @@ class Trainings(frame.Trainings[Plan]):
 
     def groups(self) -> list[list[str]]:
         settings = [[setting_name(one) for one in group] for group in self.settings()]
-        return [*settings, [f"readings-{data}" for data in self.plan.data]]
+        return [*settings, ["constants", *(f"readings-{data}" for data in self.plan.data)]]
 
     def settings(self) -> list[tuple[Setting, ...]]:
         """Both ways of dealing a data set together, which share their programs; then the one past the paper."""
@@ -163,18 +168,30 @@ class Trainings(frame.Trainings[Plan]):
 
     def train(self, name: str) -> Table:
         if name.startswith("readings-"):
-            return tabulate(functools.partial(run_readings, name.removeprefix("readings-"), self.plan, self.say))
+            data = name.removeprefix("readings-")
+            return tabulate(functools.partial(run_readings, data, self.plan, self.say), cells_of(data))
+        if name == "constants":
+            return tabulate(functools.partial(run_constants, self.plan), cells_of(self.plan.data[0]))
         group = next(group for group in self.settings() if name in map(setting_name, group))
         trials = prepare(self.plan, group)[name]
-        return tabulate(
-            functools.partial(run_setting, trials, self.record_folder(name), self.command, self.plan, self.say)
-        )
+        make = functools.partial(run_setting, trials, self.record_folder(name), self.command, self.plan, self.say)
+        found = tabulate(make, cells_of(group[0][0]))
+        write_report(self.known_record(name), self.folder / "reports" / name)
+        return found
 
     def record_folder(self, name: str) -> Path:
-        return self.folder / "reports" / name
+        return self.folder / "cells" / name
+
+    def known_record(self, name: str) -> Record:
+        return Record.load(self.record_folder(name))
 
     def record(self, setting: Setting) -> Record:
-        return Record.load(self.record_folder(setting_name(setting)))
+        return self.known_record(setting_name(setting))
+
+
+def cells_of(data: str) -> np.ndarray:
+    """A data set as it was read, as bytes."""
+    return np.frombuffer(load(data).frame.to_csv(index=False).encode(), np.uint8)
 
 
 @functools.lru_cache(maxsize=1)  # settings of a group come one after the other
@@ -189,7 +206,7 @@ def prepare(plan: Plan, group: tuple[Setting, ...]) -> dict[str, Trials[Any]]:
 def run_setting(
     trials: Trials[Any], target: Path, command: str, plan: Plan, say: Callable[[str], None]
 ) -> pd.DataFrame:
-    """All methods on one data set dealt in one way: writes a record with its report, returns the choices."""
+    """All methods on one data set dealt in one way: writes a record, returns the choices."""
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     budget = Budget(evaluations=plan.evaluations)
     scenario, options = trials.scenario, cast(FairnessOptions, trials.scenario.options)
@@ -235,8 +252,25 @@ def run_setting(
         started=started,
     )
     record.save(target)
-    write_report(record, target)
     return pd.DataFrame(choices)
+
+
+def run_constants(plan: Plan) -> pd.DataFrame:
+    """FedBiOAcc's final outer loss by its constant c and its inner step size, on the first data set, non-I.I.D.: what
+    of our variant is the constant, and what the longer steps?"""
+    trials = set_up(make_scenario(plan.data[0], "ratios:2:2:6", plan), range(plan.past_seeds))
+    rows = []
+    for c in plan.constants:
+        begun = begin(trials, "fedbioacc", {"lr": 1.0, "c_nu": c, "c_omega": c})
+        grid = {"lower_lr": list(plan.constants_rates)}
+        tried = sweep_next_stage(begun, grid, Budget(evaluations=1), progress=False)
+        for lr in plan.constants_rates:
+            own = [trace for trace in tried.traces if trace.changes["lower_lr"] == lr]
+            ends = np.array([score_of(tried, trace) for trace in own if trace.status == "finished"])
+            row = {"c": c, "inner step size": lr, "outer loss": ends.mean() if len(ends) else np.nan}
+            spread = {"outer loss, std": ends.std(ddof=1) if len(ends) > 1 else np.nan, "seeds": len(ends)}
+            rows.append(row | spread | {"diverged": len(own) - len(ends)})
+    return pd.DataFrame(rows)
 
 
 def readings(data: str) -> list[tuple[str, dict[str, Any]]]:
@@ -286,7 +320,7 @@ def run_readings(data: str, plan: Plan, say: Callable[[str], None]) -> pd.DataFr
             rows.append(
                 {"data": DATA[data], "reading": title, "lr": lr, "chosen by validation": lr == chosen}
                 | {METRICS[name]: value for name, value in zip(METRICS, ours, strict=True)}
-                | {"std of test accuracy": finals["test_accuracy"].std(ddof=0)}
+                | {"std of test accuracy": finals["test_accuracy"].std(ddof=1)}
                 | {"distance to the paper": float(np.abs(ours - published).sum())}
             )
         say(f"reading, {DATA[data]}: {title}")

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from scipy.optimize import minimize
 
 from nestfed.experiments.cells import Cell
-from nestfed.experiments.claims import Claim, all_above, all_below, all_within
+from nestfed.experiments.claims import Claim, above, below, compare, within
 from nestfed.experiments.frame import Experiment, Page
 from nestfed.experiments.invariant.plan import (
     CHOSEN_BY,
@@ -28,12 +28,11 @@ from nestfed.experiments.invariant.plan import (
 )
 from nestfed.experiments.invariant.task import InnerMeanDrawn, expected_softplus, true_model
 from nestfed.report.figures import INK, MUTED, STYLE
-from nestfed.report.statistics import pair
+from nestfed.report.statistics import half_width
 from nestfed.report.style import Look, looks
 
 ALIKE = 0.002  # accuracies no further apart than this are called alike
 NO_GAIN = 0.01  # in F; what a method for the composition can gain is 0.3 and more
-COUNTED = "{clear} with the whole 95 % interval"
 
 
 def make_page(trainings: Trainings) -> Page:
@@ -44,7 +43,7 @@ def make_page(trainings: Trainings) -> Page:
         tables={"final": final, "limits": limits, "tried": tried},
         figures={
             "figure1": functools.partial(figure_one, trainings),
-            "objective": functools.partial(figure_two, final, limits),
+            "objective": functools.partial(figure_two, final, limits, plan.seeds),
         },
         claims=check_claims(trainings),
         words={
@@ -113,7 +112,7 @@ def final_table(trainings: Trainings) -> pd.DataFrame:
                 row |= {"beta": cell.settings[0].get("beta", np.nan)}
                 for metric, name in {"test_accuracy": "test accuracy", "objective": "F", "norm": "length of x"}.items():
                     row |= cell.moments(metric, name)
-                over_rounds = late(cell).std(1).mean()
+                over_rounds = late(cell).std(1, ddof=1).mean()
                 row |= {"std of accuracy over rounds": over_rounds, "diverged": int((cell.diverged >= 0).sum())}
                 rows.append(row)
     return pd.DataFrame(rows)
@@ -161,81 +160,88 @@ def check_claims(trainings: Trainings) -> list[Claim]:
         return sign * (end(many) - end(few))
 
     needs = {
-        f"{title}, {words}": pair(gap(method, loud, metric), gap(method, quiet, metric))
+        f"{title}, {words}": compare(gap(method, loud, metric), gap(method, quiet, metric))
         for method, title in COMPOSED.items()
         for metric, words in (("test_accuracy", "test accuracy"), ("objective", "F"))
     }
     end = lambda method, noise: trainings.final(method, noise, many, "test_accuracy")
-    alike = {f"noise {noise:g}": pair(end("fcsg-m", noise), end("fcsg", noise)) for noise in plan.noises}
+    alike = {f"noise {noise:g}": compare(end("fcsg-m", noise), end("fcsg", noise)) for noise in plan.noises}
     between = lambda spread, method: {
-        f"m = {views}, noise {noise:g}": pair(*(spread(trainings.part(one, noise, views)) for one in (method, "fcsg")))
+        f"m = {views}, noise {noise:g}": compare(
+            *(spread(trainings.part(one, noise, views)) for one in (method, "fcsg"))
+        )
         for views in plan.views[:-1]
         for noise in plan.noises
     }
     rounds, seeds = between(spread_over_rounds, "fcsg-m"), between(spread_over_seeds, "fcsg-m")
     accelerated = between(spread_over_rounds, "acc-fcsg-m")
     gains = {
-        f"noise {noise:g}": pair(gap("fcsg", noise, "objective"), gap(CONTRAST, noise, "objective"))
+        f"noise {noise:g}": compare(gap("fcsg", noise, "objective"), gap(CONTRAST, noise, "objective"))
         for noise in plan.noises
     }
     nothing = pd.Series(0.0, range(plan.seeds))
-    stays = {f"noise {noise:g}": pair(gap(CONTRAST, noise, "objective"), nothing) for noise in plan.noises}
+    stays = {f"noise {noise:g}": compare(gap(CONTRAST, noise, "objective"), nothing) for noise in plan.noises}
     return [
         Claim(
             "1",
             f"Larger noise needs larger m: what m = {few} loses against m = {many} grows with the noise.",
             f"the loss at noise {loud:g} minus the loss at noise {quiet:g}",
+            above(0),
             needs,
-            all_above(needs, 0.0),
         ),
         Claim(
             "2",
-            f"FCSG and FCSG-M are alike at m = {many}: their accuracies differ by less than {ALIKE:g}.",
+            f"FCSG and FCSG-M are alike at m = {many}.",
             "final test accuracy, FCSG-M minus FCSG",
+            within(ALIKE),
             alike,
-            all_within(alike, ALIKE, COUNTED),
+            reading=f"Alike: within {ALIKE:g}.",
         ),
         Claim(
             "3a",
             "FCSG-M is steadier than FCSG at small m: over rounds.",
             "standard deviation of a run's test accuracy over the second half of its rounds, FCSG-M minus FCSG",
+            below(0),
             rounds,
-            all_below(rounds, 0.0),
         ),
         Claim(
             "3b",
             "FCSG-M is steadier than FCSG at small m: over seeds.",
             "distance of a run's test accuracy from the mean over seeds, averaged over the second half of its rounds, "
             "FCSG-M minus FCSG",
+            below(0),
             seeds,
-            all_below(seeds, 0.0),
         ),
         Claim(
             "3c",
-            "(Ours.) Acc-FCSG-M, which the figure leaves out, is steadier than FCSG at small m: over rounds.",
+            "Acc-FCSG-M, which the figure leaves out, is steadier than FCSG at small m: over rounds.",
             "standard deviation of a run's test accuracy over the second half of its rounds, Acc-FCSG-M minus FCSG",
+            below(0),
             accelerated,
-            all_below(accelerated, 0.0),
+            ours=True,
         ),
         Claim(
             "4a",
-            f"(Ours.) The mean of losses does not improve with m: it gains less than {NO_GAIN:g} in F.",
+            "The mean of losses does not improve with m.",
             f"F at m = {few} minus F at m = {many}, FCSG on the mean of losses",
+            within(NO_GAIN),
             stays,
-            all_within(stays, NO_GAIN, COUNTED),
+            ours=True,
+            reading=f"Does not improve: F changes by less than {NO_GAIN:g}.",
         ),
         Claim(
             "4b",
-            "(Ours.) The composition does.",
+            "The composition does.",
             f"F at m = {few} minus F at m = {many}: the gain of FCSG minus that of FCSG on the mean of losses",
+            above(0),
             gains,
-            all_above(gains, 0.0),
+            ours=True,
         ),
     ]
 
 
 def spread_over_rounds(cell: Cell) -> pd.Series:
-    return pd.Series(late(cell).std(1), cell.seeds)
+    return pd.Series(late(cell).std(1, ddof=1), cell.seeds)
 
 
 def spread_over_seeds(cell: Cell) -> pd.Series:
@@ -270,8 +276,8 @@ def figure_one(trainings: Trainings) -> Figure:
                 axes.set_ylabel(f"noise {noise:g}\ntest error", color=INK)
         figure.legend(*grid[0, -1].get_legend_handles_labels(), loc="outside upper left", ncols=len(drawn))
         figure.supxlabel(
-            f"communication rounds of {plan.local_steps} local steps; mean over {plan.seeds} seeds, the band spans all "
-            "of them",
+            f"communication rounds of {plan.local_steps} local steps; mean over {plan.seeds} seeds with its 95 % "
+            "interval",
             fontsize=9,
             color=MUTED,
         )
@@ -284,12 +290,14 @@ def _draw_errors(axes: Any, cell: Cell, look: Look) -> None:
     # A thin broken line over a thick one: where two methods coincide, both are seen.
     width, dash = {TITLES["fcsg"]: (3.2, ()), TITLES["fcsg-m"]: (1.8, (3, 1.5))}.get(look.title, (1.8, ()))
     axes.plot(cell.round[after], errors.mean(0), color=look.colour, linewidth=width, dashes=dash, label=look.title)
-    axes.fill_between(cell.round[after], errors.min(0), errors.max(0), color=look.colour, alpha=0.13, linewidth=0)
+    reach = half_width(errors.std(0), len(errors))
+    low = np.maximum(errors.mean(0) - reach, errors.min(0) / 2)  # an interval may reach below 0, which has no logarithm
+    axes.fill_between(cell.round[after], low, errors.mean(0) + reach, color=look.colour, alpha=0.2, linewidth=0)
 
 
-def figure_two(table: Any, limits: Any) -> Figure:
-    """F after the last round against the number of views, and where endless training would lead; both arguments are
-    DataFrames."""
+def figure_two(table: Any, limits: Any, seeds: int) -> Figure:
+    """F after the last round against the number of views, with its interval over so many seeds, and where endless
+    training would lead; the first two arguments are DataFrames."""
     noises, views = sorted(table["noise"].unique()), sorted(table["m"].unique())
     drawn = looks({title: title for title in TITLES.values()}, TITLES[CONTRAST])
     with matplotlib.rc_context(STYLE):
@@ -307,7 +315,7 @@ def figure_two(table: Any, limits: Any) -> Figure:
                 axes.errorbar(
                     shifted,
                     own["F"],
-                    yerr=own["F, std"],
+                    yerr=half_width(own["F, std"] * np.sqrt((seeds - 1) / seeds), seeds),
                     color=look.colour,
                     marker=look.marker,
                     markersize=5,
@@ -342,4 +350,4 @@ def show_settings(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-EXPERIMENT = Experiment("invariant", Trainings, Plan(), QUICK, make_page)
+EXPERIMENT = Experiment("invariant", "FCSG", Trainings, Plan(), QUICK, make_page)

@@ -16,6 +16,7 @@ import numpy as np
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError, first_line
 from nestfed.data.fetch import REMEDY, Official, obtain
+from nestfed.experiments.image_tasks import blow_up
 
 CHARACTERS, DRAWERS, SIDE = 1623, 20, 28
 BACKGROUND = 964  # characters in the first archive
@@ -51,6 +52,16 @@ class Omniglot:
             name: np.flatnonzero(mask)
             for name, mask in {"train": ~validation & ~test, "validation": validation, "test": test}.items()
         }
+
+
+def make_up_omniglot() -> Omniglot:
+    """As many drawings of as many characters: a coarse pattern each, under noise. They mean nothing."""
+    random = np.random.default_rng(0)
+    patterns = blow_up(random.integers(0, 2, (CHARACTERS, 1, SIDE // 4, SIDE // 4), np.uint8))
+    noise = random.integers(0, 128, (CHARACTERS, DRAWERS, SIDE, SIDE), np.uint8)
+    background = np.arange(CHARACTERS) < BACKGROUND
+    alphabets = tuple(VALIDATION_ALPHABETS[0] if i < 172 else "made up" for i in range(CHARACTERS))
+    return Omniglot(127 * patterns + noise, alphabets, background)
 
 
 def load_omniglot() -> Omniglot:

@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from nestfed.experiments import plots
 from nestfed.experiments.cells import in_words
-from nestfed.experiments.claims import Claim, all_above, all_below
+from nestfed.experiments.claims import Case, Claim, above, below, compare
 from nestfed.experiments.frame import Experiment, Page
 from nestfed.experiments.maml.plan import (
     BASELINES,
@@ -24,7 +25,9 @@ from nestfed.experiments.maml.plan import (
     Trainings,
     name_of,
 )
-from nestfed.report.statistics import Paired, pair
+from nestfed.report.figures import MUTED, STYLE
+from nestfed.report.statistics import rows
+from nestfed.report.style import looks
 
 FAR = 0.05  # "far above": by more than five points of accuracy
 
@@ -35,7 +38,14 @@ def make_page(trainings: Trainings) -> Page:
     finals = {f"final-{study}": final_table(trainings, study, done) for study, done in parts.items()}
     return Page(
         tables=finals | {"chosen": choice_table(trainings, parts), "weights": weight_table(trainings, parts)},
-        figures={study: functools.partial(curves, trainings, study, done) for study, done in parts.items()},
+        figures={
+            **{study: functools.partial(curves, trainings, study, done) for study, done in parts.items()},
+            **{
+                f"{study}-differences": functools.partial(apart, trainings, study, done)
+                for study, done in parts.items()
+            },
+            "weights": functools.partial(weights_figure, trainings, parts),
+        },
         claims=check_claims(trainings, parts),
         words={
             "studies": list(parts),
@@ -52,7 +62,7 @@ def make_page(trainings: Trainings) -> Page:
 
 def final_table(trainings: Trainings, study: str, parts: Sequence[str]) -> pd.DataFrame:
     """One row per training: test scores over seeds, the interval of one seed's mean over tasks, bytes, time."""
-    rows = []
+    lines = []
     scores = ("loss",) if study == "sine" else ("accuracy", "loss")
     for part, method in itertools.product(parts, trainings.plan.methods):
         cell = trainings.cell(name_of(study, part, method))
@@ -66,8 +76,8 @@ def final_table(trainings: Trainings, study: str, parts: Sequence[str]) -> pd.Da
             "seeds": len(cell.seeds),
             "seconds": cell.seconds,
         }
-        rows.append(row)
-    return pd.DataFrame(rows)
+        lines.append(row)
+    return pd.DataFrame(lines)
 
 
 def _title(study: str, part: str) -> str:
@@ -84,6 +94,7 @@ def choice_table(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFr
                 "data": study,
                 "method": TITLES[method],
                 "chosen": in_words(cell.settings[best]),
+                "at the edge": cell.edges(best),
                 "validation loss": cell.metrics[CHOSEN_BY][best, 0, -1],
                 "settings tried": len(cell.settings),
                 "of them diverged": int((cell.diverged >= 0).any(1).sum()),
@@ -110,12 +121,16 @@ def weight_table(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFr
 
 def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Claim]:
     methods = trainings.plan.methods
-    final = lambda study, part, method, score: trainings.cell(name_of(study, part, method)).final(score)
 
-    def against(study: str, part: str, score: str) -> dict[str, Paired]:
+    def case(score: str, one: str, other: str) -> Case:
+        first, second = trainings.cell(one), trainings.cell(other)
+        motion = max(first.motion(score), second.motion(score))
+        return compare(first.final(score), second.final(score), motion=motion)
+
+    def against(study: str, part: str, score: str) -> dict[str, Case]:
         return {
-            f"{_title(study, part)}, {TITLES[ours]} minus {TITLES[theirs]}": pair(
-                final(study, part, ours, score), final(study, part, theirs, score)
+            f"{_title(study, part)}, {TITLES[ours]} minus {TITLES[theirs]}": case(
+                score, name_of(study, part, ours), name_of(study, part, theirs)
             )
             for ours, theirs in itertools.product(PROPOSED, BASELINES)
             if {ours, theirs} <= set(methods)
@@ -124,48 +139,73 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
     claims = []
     shots = parts.get("omniglot", [])
     for number, part in enumerate(shots, 1):
-        found = against("omniglot", part, "test_accuracy")
         claims.append(
             Claim(
                 str(number),
                 f"FCSG, FCSG-M and Acc-FCSG-M are far above Local-SCGD and Local-SCGDM with {part} "
-                f"drawing{'s' if part != '1' else ''} to adapt on (by more than {100 * FAR:g} points).",
+                f"drawing{'s' if part != '1' else ''} to adapt on.",
                 "final test accuracy",
-                found,
-                all_above(found, FAR),
-                level=FAR,
+                above(FAR),
+                against("omniglot", part, "test_accuracy"),
+                reading=f"Far above: by more than {100 * FAR:g} points.",
             )
         )
     if len(shots) > 1:
         gain = {
-            TITLES[method]: pair(
-                final("omniglot", shots[-1], method, "test_accuracy"),
-                final("omniglot", shots[0], method, "test_accuracy"),
-            )
-            for method in methods
+            TITLES[m]: case("test_accuracy", *(name_of("omniglot", shots[end], m) for end in (-1, 0))) for m in methods
         }
         claims.append(
             Claim(
                 str(len(shots) + 1),
                 "More drawings to adapt on are better.",
                 f"final test accuracy, {shots[-1]}-shot minus {shots[0]}-shot",
+                above(0),
                 gain,
-                all_above(gain, 0.0),
             )
         )
     for part in parts.get("sine", []):
-        found = against("sine", part, "test_loss")
         claims.append(
             Claim(
                 str(len(claims) + 1),
-                "(Ours, not the paper's.) On sine waves the loss of the three is below that of "
-                f"Local-SCGD and Local-SCGDM, {PHASES[part]}.",
+                f"On sine waves the loss of the three is below that of Local-SCGD and Local-SCGDM, {PHASES[part]}.",
                 "final test loss",
-                found,
-                all_below(found, 0.0),
+                below(0),
+                against("sine", part, "test_loss"),
+                ours=True,
             )
         )
     return claims
+
+
+def apart(trainings: Trainings, study: str, parts: Sequence[str]) -> Figure:
+    """What the curves would hide where they coincide: the differences to Local-SCGD."""
+    score, methods = "loss" if study == "sine" else "accuracy", trainings.plan.methods
+    drawn = [(_title(study, part), _history(trainings, study, part)) for part in parts]
+    titles = {method: TITLES[method] for method in methods}
+    return plots.differences(drawn, f"test_{score}", titles, BASELINES[0], ylabel=f"test {score}, difference")
+
+
+def weights_figure(trainings: Trainings, parts: dict[str, list[str]]) -> Figure:
+    """The search again: the best validation loss of the baselines with every weight of a new value, and FCSG's."""
+    table = weight_table(trainings, parts)
+    weights = trainings.plan.weights
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * len(parts) + 1.6, 3.6), layout="constrained")
+        grid = np.ravel(figure.subplots(1, len(parts)))
+        for axes, study in zip(grid, parts, strict=True):
+            own = rows(table, data=study)
+            drawn = looks({str(title): str(title) for title in own["method"]})
+            for title, look in drawn.items():
+                row: Any = rows(own, method=title).iloc[0]
+                losses = [row[f"inner_lr = {weight:g}"] for weight in weights]
+                axes.plot(weights, losses, color=look.colour, marker=look.marker, linewidth=2, label=look.title)
+            cell = trainings.cell(name_of(study, "choose", PROPOSED[0]))
+            best = np.nanmin(cell.metrics[CHOSEN_BY][:, 0, -1])
+            axes.axhline(best, color=MUTED, linestyle="dashed", linewidth=1.4, label=TITLES[PROPOSED[0]])
+            axes.set(title=study.capitalize(), xlabel="weight of the new value", xticks=weights)
+        grid[0].set_ylabel("best validation loss of the search")
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
 
 
 def curves(trainings: Trainings, study: str, parts: Sequence[str]) -> Figure:
@@ -183,4 +223,4 @@ def _history(trainings: Trainings, study: str, part: str) -> pd.DataFrame:
     )
 
 
-EXPERIMENT = Experiment("maml", Trainings, Plan(), QUICK, make_page)
+EXPERIMENT = Experiment("maml", "FCSG", Trainings, Plan(), QUICK, make_page)

@@ -17,7 +17,7 @@ from nestfed.algorithms import make
 from nestfed.core.task import Task
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train_in_turn
-from nestfed.experiments.maml.data import Omniglot, deal_characters, load_omniglot
+from nestfed.experiments.maml.data import Omniglot, deal_characters, load_omniglot, make_up_omniglot
 from nestfed.experiments.maml.task import CONV4, character_task, sine_task
 from nestfed.models import ImageModel
 
@@ -52,6 +52,7 @@ class Plan:
     adaptation_steps: int = 3  # in evaluations; training adapts with one
     batch: int = 5  # tasks per step
 
+    made_up: bool = False  # the characters of Omniglot
     clients: int = 16  # on Omniglot
     shots: tuple[int, ...] = (1, 5)
     queries: int = 15
@@ -79,6 +80,7 @@ QUICK = Plan(  # two methods: compiling takes all the time
     methods=("fcsg", "local-scgd-conditional"),
     weights=(0.5,),
     seeds=2,
+    made_up=True,
     clients=2,
     shots=(1,),
     queries=2,
@@ -176,7 +178,7 @@ class Trainings(frame.Trainings[Plan]):
                 tasks=plan.sine_tasks,
                 steps=plan.adaptation_steps,
             )
-        characters = deal_characters(_omniglot(), clients=plan.clients, seed=seed)
+        characters = deal_characters(_omniglot(plan.made_up), clients=plan.clients, seed=seed)
         return character_task(
             characters,
             model=plan.model,
@@ -197,5 +199,5 @@ class Trainings(frame.Trainings[Plan]):
 
 
 @functools.cache
-def _omniglot() -> Omniglot:
-    return load_omniglot()
+def _omniglot(made_up: bool) -> Omniglot:
+    return make_up_omniglot() if made_up else load_omniglot()

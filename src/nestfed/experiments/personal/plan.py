@@ -16,9 +16,9 @@ import numpy as np
 
 from nestfed.algorithms import make
 from nestfed.core.algorithm import Algorithm
-from nestfed.data.images import load_images
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train_in_turn
+from nestfed.experiments.image_tasks import MADE_UP, find_images
 from nestfed.experiments.personal.data import PersonalImages, deal_classes, deal_writers, held_out
 from nestfed.experiments.personal.femnist import CLASS_NAMES, load_femnist
 from nestfed.experiments.personal.task import (
@@ -177,12 +177,12 @@ def _images(about: DataPlan, clients: int, seed: int) -> PersonalImages:
 
 @functools.lru_cache(maxsize=1)
 def _load(source: str) -> Any:
-    return load_femnist() if source == "femnist" else load_images(source)
+    return load_femnist() if source == "femnist" else find_images(source)
 
 
 SMALL = CNN(layers=(Convolution(2, 1, stride=4),), hidden=(4,))
 QUICK = Plan(
-    data=(("mnist", DataPlan("MNIST, 2 classes per client", "mnist", SMALL, classes=2, rounds=4, evaluate_every=2)),),
+    data=((MADE_UP, DataPlan("made-up images, 2 classes per client", MADE_UP, SMALL, 2, rounds=4, evaluate_every=2)),),
     methods=("local-only", "fedreco", "fedreco-pvr", CHOSEN),
     seeds=2,
     server_lrs=(0.001, 0.1),
