@@ -18,11 +18,11 @@ import nestfed
 from nestfed import cli
 from nestfed.workbench.fields import Option, options_of
 from nestfed.workbench.request import Request
-from nestfed.workbench.task_options import PRIVACY, TASKS, CommonOptions
+from nestfed.workbench.task_options import PRIVACY, TASKS, ClusterOptions, CommonOptions
 
 HEAVY = ("jax", "jaxlib", "numpy", "pandas", "pyarrow", "matplotlib", "scipy", "sklearn", "jinja2")
 OF_VERBS = {
-    "run": {"out", "resume", "json", "quiet"},
+    "run": {"out", "resume", "json", "quiet", *(option.flag[2:] for option in options_of(ClusterOptions).values())},
     "sweep": {"grid", "out", "json", "quiet"},
     "cost": {"json"},
 }
