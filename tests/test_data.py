@@ -463,7 +463,7 @@ def test_bins_are_a_piecewise_linear_encoding(seed, scale):
     edges = np.array(bins.edges)
     assert (np.diff(edges) >= 0).all() and edges[0] >= values.min() and edges[-1] <= values.max()
     encoded = np.stack(bins.encode(frame["a"]), 1)
-    np.testing.assert_allclose(encoded.mean(0), 0, atol=0.01)  # as far as the cells of the histogram tell
+    np.testing.assert_allclose(encoded.mean(0), 0, atol=0.05)  # as far as the cells of the histogram tell
     encoded = encoded + np.array(bins.means)
     assert (encoded[:, :-1] >= encoded[:, 1:])[:, np.diff(edges)[1:] > 0].all()  # the bins fill one after the other
     np.testing.assert_allclose(

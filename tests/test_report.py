@@ -509,7 +509,7 @@ def test_a_record_without_slices_holdings_and_cost_makes_a_report(tmp_path):
     bare = dataclasses.replace(full, slices=full.slices.iloc[:0], holdings=full.holdings.iloc[:0], cost={})
     parsed = Page(write_report(bare, tmp_path).read_text(encoding="utf-8"))
     sections = {attributes["id"] for tag, attributes in parsed.tags if tag == "section"}
-    assert sections == {"results", "curves", "reproduce"}
+    assert sections == {"results", "curves", "gains", "reproduce"}
 
 
 def test_a_record_read_from_its_folder_gives_the_same_page(tmp_path):

@@ -22,7 +22,14 @@ from nestfed.workbench.task_options import PRIVACY, TASKS, ClusterOptions, Commo
 
 HEAVY = ("jax", "jaxlib", "numpy", "pandas", "pyarrow", "matplotlib", "scipy", "sklearn", "jinja2")
 OF_VERBS = {
-    "run": {"out", "resume", "json", "quiet", *(option.flag[2:] for option in options_of(ClusterOptions).values())},
+    "run": {
+        "out",
+        "resume",
+        "track",
+        "json",
+        "quiet",
+        *(option.flag[2:] for option in options_of(ClusterOptions).values()),
+    },
     "sweep": {"grid", "out", "json", "quiet"},
     "cost": {"json"},
 }

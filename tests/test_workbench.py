@@ -202,7 +202,7 @@ def test_report_is_written_again(study, call):
 
 
 def test_cost_shows_every_method(call):
-    code, out, _ = call("cost", "fairness", "--data", "german", "--json")
+    code, out, _ = call("cost", "fairness", "--data", "german", "--objective", "paper", "--json")
     assert code == 0
     rows = pd.DataFrame(json.loads(out)).set_index(["method", "stage"])
     assert rows.loc[("FedBiO", "weights"), "bytes up"] == 4 * BYTES  # four groups
@@ -424,8 +424,8 @@ def test_area_under_roc_against_scikit_learn():
 
 def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path):
     study = nestfed.run(
-        "fairness", data="german", clients="housing", algorithm="fedbio", steps=10, evaluations=2, progress=False,
-        out=tmp_path / "housing",
+        "fairness", data="german", clients="housing", algorithm="fedbio", objective="paper", steps=10, evaluations=2,
+        progress=False, out=tmp_path / "housing",
     )  # fmt: skip
     assert set(study.record.holdings.client) == {"A151", "A152", "A153"}
     weights = study.history[[name for name in study.history if name.startswith("weight of ")]].dropna()
