@@ -38,7 +38,7 @@ class Post:
 
     @collab.main
     def carry_letters(self) -> None:
-        sites = {site.name: site for site in collab.clients}
+        sites, context = {site.name: site for site in collab.clients}, collab.context
 
         def ask_site(site: str, letter: bytes, timeout: float) -> bytes:
             if site not in sites:
@@ -46,6 +46,8 @@ class Post:
             try:
                 answer, reason = sites[site](timeout=timeout + SLACK).ask(letter, timeout)
             except CollabCallError as error:
+                if context.is_aborted():  # the job ends, and the next one is asked: this is no answer
+                    raise SystemExit from error
                 raise OSError(f"{NOT_REACHED} {site}: {error}") from error
             if answer is None:
                 raise OSError(reason)

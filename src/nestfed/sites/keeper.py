@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 PAUSE = 1.0  # seconds before what has ended is started again
-LONGEST_PAUSE = 30.0  # ... doubled up to this as long as it ends within these seconds
+LONGEST_PAUSE = 15.0  # ... doubled up to this as long as it ends within these seconds
 PATIENCE = 10.0  # seconds for a keeper to end its tree
 _BECOME_SUBREAPER = 36  # of prctl(2)
 
