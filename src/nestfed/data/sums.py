@@ -53,8 +53,10 @@ class Sums:
     @property
     def values(self) -> np.ndarray:
         """As floats, each rounded once."""
-        whole = [sum(int(word) << (BITS * i) for i, word in enumerate(row)) for row in self.words]
-        return np.array([number / 2**-FINEST for number in whole], np.float64)
+        values, filled = np.zeros(len(self.words)), self.words.any(1)  # most cells of a histogram are empty
+        whole = [sum(word << (BITS * i) for i, word in enumerate(row)) for row in self.words[filled].tolist()]
+        values[filled] = [number / 2**-FINEST for number in whole]
+        return values
 
     def pack(self) -> np.ndarray:
         """uint64, to be added modulo 2^64 to those of others."""
