@@ -95,7 +95,9 @@ def read_deployment(folder: Path) -> Deployment:
         with (folder / DEPLOYMENT).open("rb") as file:
             return Deployment(**tomllib.load(file))
     except FileNotFoundError:
-        raise UserError(f"{folder} has no {DEPLOYMENT}; `nestfed deploy init {folder} --sites ...` makes one.") from None
+        raise UserError(
+            f"{folder} has no {DEPLOYMENT}; `nestfed deploy init {folder} --sites ...` makes one."
+        ) from None
     except (TypeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{folder / DEPLOYMENT} cannot be read ({error}); give the one of `deploy init`.") from None
 
