@@ -97,6 +97,13 @@ def test_a_number_that_would_wrap_around_is_refused(value):
         mask([np.array([1.0, value])], 1.0, occasion(3))
 
 
+def test_the_largest_numbers_that_are_sent_do_not_wrap_around():
+    largest = np.nextafter(2.0**30 / 3, 0) * np.array([1, -1])
+    sent = [mask([largest], 1.0, occasion(3)) for mask in masks(3)]
+    (total,) = MaskedSums().reveal([np.add.reduce([one for (one,) in sent])], shapes_of([largest]))
+    np.testing.assert_allclose(total, 3 * largest, rtol=1e-15)
+
+
 def test_who_may_be_asked():
     mask, *_ = masks(4)
     for asked in ((0, 1), (1, 2, 3), (0, 1, 9)):

@@ -2,7 +2,7 @@
 
 Every two sites share a secret (X25519), and from it a stream of whole numbers for every exchange (HKDF, AES-CTR). One
 of the two adds the stream to what it sends and the other subtracts it, modulo 2^64: in the sum over all sites nothing
-is left of them, and any smaller sum looks like random bits. An upload is rounded to whole multiples of 2^-32 before,
+is left of them, and any smaller sum looks like random bits. An upload is rounded to whole multiples of 2^-33 before,
 so the sum is exact to that, in any order.
 
 The server is trusted to follow the protocol: it must not ask the same sites twice for the same exchange with other
@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from nestfed.core.settings import UserError
 from nestfed.verbs.messages import Leaves, Occasion
 
-GRID = 32  # an upload is rounded to multiples of 2^-GRID
-LARGEST = 2.0 ** (62 - GRID)  # of the sum of all uploads' absolute values: half of what 64 bits hold
+GRID = 33  # an upload is rounded to multiples of 2^-GRID
+LARGEST = 2.0 ** (63 - GRID)  # of the sum of all uploads' absolute values: what 64 bits with a sign hold
 FEWEST = 3  # with two sites, each knows the other's number from the sum
 PREPARING = -2  # the round of exchanges before the first one
 KEY_FILE, LIST_FILE = "mask.key", "masks.toml"
