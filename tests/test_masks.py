@@ -17,7 +17,7 @@ from nestfed.sites.masks import (
     LIST_FILE,
     PREPARING,
     MaskedSums,
-    PairwiseMask,
+    SiteMask,
     make_mask_key,
     read_mask,
 )
@@ -30,7 +30,7 @@ EVERYBODY = {k: Member(1 / 3) for k in range(3)}
 def masks(number, run="a run"):
     private = [X25519PrivateKey.generate() for _ in range(number)]
     publics = {k: key.public_key().public_bytes_raw() for k, key in enumerate(private)}
-    return [PairwiseMask(k, key, publics, run) for k, key in enumerate(private)]
+    return [SiteMask(k, key, publics, run) for k, key in enumerate(private)]
 
 
 def occasion(number, **changes):

@@ -33,7 +33,7 @@ PREPARING = -2  # the round of exchanges before the first one
 KEY_FILE, LIST_FILE = "mask.key", "masks.toml"
 
 
-class PairwiseMask:
+class SiteMask:
     """A site's side: what it sends in place of its weighted numbers."""
 
     def __init__(self, own: int, private: X25519PrivateKey, publics: Mapping[int, bytes], run: str):
@@ -135,7 +135,7 @@ def make_mask_key(folder: Path) -> str:
     return _read_private(file).public_key().public_bytes_raw().hex()
 
 
-def read_mask(folder: Path, name: str, sites: Sequence[str], run: str) -> PairwiseMask:
+def read_mask(folder: Path, name: str, sites: Sequence[str], run: str) -> SiteMask:
     """The mask of the site of this name, from its key and the list in its folder; `sites` are all names in order."""
     try:
         listed = tomllib.loads((folder / LIST_FILE).read_text(encoding="utf-8-sig"))
@@ -151,7 +151,7 @@ def read_mask(folder: Path, name: str, sites: Sequence[str], run: str) -> Pairwi
         if not re.fullmatch("[0-9a-f]{64}", str(listed.get(site, ""))):
             raise UserError(f"{folder / LIST_FILE} has no public key of 64 hexadecimal digits for the site {site!r}.")
         publics[number] = bytes.fromhex(listed[site])
-    return PairwiseMask(list(sites).index(name), _read_private(folder / KEY_FILE), publics, run)
+    return SiteMask(list(sites).index(name), _read_private(folder / KEY_FILE), publics, run)
 
 
 def _read_private(file: Path) -> X25519PrivateKey:
