@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -182,6 +183,29 @@ def test_rows_that_do_not_fit_are_counted(tmp_path):
     frame.drop(columns="colour").to_csv(tmp_path / "a.csv", index=False)
     with pytest.raises(UserError, match="a.csv has no column 'colour'"):
         read_by_schema(tmp_path / "a.csv", schema)
+
+
+def test_drafts_and_agreement_on_the_command_line(call, tmp_path):
+    frame = people(60, 4)
+    for name in SITES:
+        frame[frame["site"] == name].drop(columns="site").to_csv(tmp_path / f"{name}.csv", index=False)
+    roles = ["--label", "ill", "--positive", "yes", "--group", "sex"]
+    for name in SITES:
+        draft = tmp_path / f"{name}.toml"
+        code, out, err = call("site", "schema", "--data", tmp_path / f"{name}.csv", *roles, "--out", draft)
+        assert (code, out.strip()) == (0, str(draft)) and "Read it before you give it away" in err
+    drafts = [tmp_path / f"{name}.toml" for name in SITES]
+    agreed = tmp_path / "schema.toml"
+    code, out, _ = call("deploy", "schema", *drafts, "--out", agreed)
+    assert (code, out.strip()) == (0, str(agreed))
+    assert Schema.read(agreed).columns["town"].levels == tuple("pqrst")
+    code, _, err = call("deploy", "schema", *drafts, "--out", agreed)
+    assert code == 1 and err.startswith("nestfed: ") and "is there already" in err and err.count("\n") == 1
+    code, _, err = call("site", "schema", "--data", tmp_path / "b.csv", "--label", "ill", "--out", tmp_path / "d.toml")
+    assert code == 1 and "is no in every row here, so which value counts as 1 cannot be told" in err
+    (tmp_path / "kit").mkdir()
+    code, out, _ = call("site", "key", tmp_path / "kit", "--name", "north")
+    assert code == 0 and re.fullmatch(r'north = "[0-9a-f]{64}"\n', out)
 
 
 # ------------------------------------------------------------------------------------------------- sites and one table

@@ -47,10 +47,9 @@ def describe_schema(schema: Schema) -> list[str]:
     """What leaves the building with it."""
     levels = {name: len(rule.levels) for name, rule in schema.columns.items() if rule.kind == CATEGORY}
     names = ", ".join(f"{name} ({number})" for name, number in levels.items())
-    said = [f"{len(schema.columns)} columns; the values of these are listed, as levels: {names or 'none'}."]
     return [
-        *said,
-        "Read it before it is given to anybody: it has names and levels of this file, and no numbers of rows.",
+        f"{len(schema.columns)} columns; the values of these are listed, as levels: {names or 'none'}.",
+        "Read it before you give it away: it has names and values of columns, and no statistics.",
     ]
 
 
