@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from shared import shared_data
 
 from nestfed.core.settings import UserError
+from nestfed.core.task import Task
 from nestfed.data import Encoder, read_table
 from nestfed.data.files import read_by_schema
 from nestfed.data.schema import CATEGORY, CONSTANT, LEFT_OUT, NUMBER, ColumnRule, Schema, merge_schemas
 from nestfed.data.sums import LARGEST, Sums
 from nestfed.data.table import draft_schema
 from nestfed.workbench.request import Request
-from nestfed.workbench.site_setup import EXCHANGES, Preparation, Prepared, build_site_task
+from nestfed.workbench.site_setup import Preparation, Prepared, ServerSetup, SiteSetup
 
 SITES = ("a", "b", "c")
 FAIR = {"task": "fairness", "batch_size": 4}
@@ -183,6 +185,29 @@ def test_rows_that_do_not_fit_are_counted(tmp_path):
         read_by_schema(tmp_path / "a.csv", schema)
 
 
+def test_drafts_and_agreement_on_the_command_line(call, tmp_path):
+    frame = people(60, 4)
+    for name in SITES:
+        frame[frame["site"] == name].drop(columns="site").to_csv(tmp_path / f"{name}.csv", index=False)
+    roles = ["--label", "ill", "--positive", "yes", "--group", "sex"]
+    for name in SITES:
+        draft = tmp_path / f"{name}.toml"
+        code, out, err = call("site", "schema", "--data", tmp_path / f"{name}.csv", *roles, "--out", draft)
+        assert (code, out.strip()) == (0, str(draft)) and "Read it before you give it away" in err
+    drafts = [tmp_path / f"{name}.toml" for name in SITES]
+    agreed = tmp_path / "schema.toml"
+    code, out, _ = call("deploy", "schema", *drafts, "--out", agreed)
+    assert (code, out.strip()) == (0, str(agreed))
+    assert Schema.read(agreed).columns["town"].levels == tuple("pqrst")
+    code, _, err = call("deploy", "schema", *drafts, "--out", agreed)
+    assert code == 1 and err.startswith("nestfed: ") and "is there already" in err and err.count("\n") == 1
+    code, _, err = call("site", "schema", "--data", tmp_path / "b.csv", "--label", "ill", "--out", tmp_path / "d.toml")
+    assert code == 1 and "is no in every row here, so which value counts as 1 cannot be told" in err
+    (tmp_path / "kit").mkdir()
+    code, out, _ = call("site", "key", tmp_path / "kit", "--name", "north")
+    assert code == 0 and re.fullmatch(r'north = "[0-9a-f]{64}"\n', out)
+
+
 # ------------------------------------------------------------------------------------------------- sites and one table
 
 
@@ -203,22 +228,21 @@ def cut(frame: pd.DataFrame, folder: Path, *, ranges: Mapping[str, tuple] | None
 
 def add_up(parties: list[Preparation]) -> list[np.ndarray]:
     sums: list[np.ndarray] = []
-    for _ in range(EXCHANGES):
+    for _ in range(Preparation.EXCHANGES):
         told = [party.tell(sums) for party in reversed(parties)]
         assert all(words.dtype == np.uint64 and words.shape == told[0].shape for words in told)
         sums.append(functools.reduce(np.add, told))
     return sums
 
 
-def prepare(said: dict, folder: Path) -> tuple[list[Prepared], Prepared, list[np.ndarray]]:
-    """(all sites, their server, the sums)."""
-    at_site = lambda k: Preparation.at_site(
-        said, folder / "schema.toml", folder / f"{SITES[k]}.csv", number=k, sites=len(SITES), seed=3
-    )
-    parties = [at_site(k) for k in range(len(SITES))]
+def prepare(said: dict, folder: Path) -> tuple[list[Prepared], Prepared]:
+    """(all sites, their server)."""
+    agreed, number = folder / "schema.toml", len(SITES)
+    own = lambda k: SiteSetup(said, agreed, folder / f"{SITES[k]}.csv", site=k, sites=number, seed=3)
+    parties: list[Preparation] = [own(k) for k in range(number)]
     sums = add_up(parties)
-    server = Preparation.at_server(said, folder / "schema.toml", sites=len(SITES), seed=3)
-    return [party.prepare(sums) for party in parties], server.prepare(sums), sums
+    server = ServerSetup(said, agreed, sites=number, seed=3)
+    return [party.prepare(sums) for party in parties], server.prepare(sums)
 
 
 def pooled(said: dict, folder: Path) -> Request:
@@ -231,6 +255,12 @@ def assert_equal(mine, theirs) -> None:
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def part_of(task: Task, k: int) -> Task:
+    """What one client holds of a task on all rows; the size of the largest client is everybody's."""
+    own = dataclasses.replace(task.data.only(k), largest=task.data.largest)
+    return dataclasses.replace(task, data=own, weights=np.ones(1))
 
 
 def people(rows: int, seed: int) -> pd.DataFrame:
@@ -260,14 +290,14 @@ def test_sites_have_the_tasks_of_one_table(tmp_path_factory, rows, seed):
     request, method = pooled(FAIR, folder), "fedbio"
     setup = request.scenario.set_up(3)
     whole = request.scenario.method(method).stages[0].task(request.scenario, setup, None)
-    sites, server, _ = prepare(FAIR, folder)
+    sites, server = prepare(FAIR, folder)
     for k, site in enumerate(sites):
         mine, own = site.setup.data, setup.data.client == k
         assert mine.feature_names == setup.data.feature_names and mine.group_names == setup.data.group_names
         np.testing.assert_array_equal(mine.inputs, setup.data.inputs[own])
         np.testing.assert_array_equal(mine.part, setup.data.part[own])
         np.testing.assert_array_equal(mine.group, setup.data.group[own])
-        assert_equal(site.task(method), dataclasses.replace(whole, data=whole.data.only(k), weights=np.ones(1)))
+        assert_equal(site.task(method), part_of(whole, k))
         assert repr(site.algorithms(method, {})) == repr(request.scenario.algorithms(method, setup, {}))
     task = server.task(method)
     np.testing.assert_allclose(task.weights, whole.weights, rtol=1e-15)
@@ -293,17 +323,12 @@ def test_every_task_is_built_at_a_site(said, method, tmp_path):
     request = pooled(said, tmp_path)
     setup = request.scenario.set_up(3)
     whole = request.scenario.method(method).stages[0].task(request.scenario, setup, None)
-    sites, server, sums = prepare(said, tmp_path)
+    sites, server = prepare(said, tmp_path)
     for k, site in enumerate(sites):
         np.testing.assert_array_equal(site.setup.data.inputs, setup.data.inputs[setup.data.client == k])
-        mine = dataclasses.replace(whole, data=whole.data.only(k), weights=np.ones(1))
-        assert_equal(site.task(method), mine)
+        assert_equal(site.task(method), part_of(whole, k))
         assert repr(site.algorithms(method, {})) == repr(request.scenario.algorithms(method, setup, {}))
     np.testing.assert_allclose(server.task(method).weights, whole.weights, rtol=1e-15)
-    alone = build_site_task(
-        said, tmp_path / "schema.toml", tmp_path / "b.csv", sums, number=1, sites=3, seed=3, method=method
-    )
-    assert_equal(alone, sites[1].task(method))
 
 
 def test_a_later_stage_is_built_from_what_the_one_before_left(tmp_path):
@@ -316,7 +341,7 @@ def test_a_later_stage_is_built_from_what_the_one_before_left(tmp_path):
     whole = stages[1].task(request.scenario, setup, request.scenario.leave(first, server, None))
     for k, site in enumerate(prepare(FAIR, tmp_path)[0]):
         mine = site.task("fedbio", 1, site.leave(site.task("fedbio"), server, None))
-        assert_equal(mine, dataclasses.replace(whole, data=whole.data.only(k), weights=np.ones(1)))
+        assert_equal(mine, part_of(whole, k))
 
 
 def test_what_sites_cannot_do_is_refused(tmp_path):
@@ -343,7 +368,7 @@ def test_adult_at_three_uneven_sites(tmp_path):
     cut(frame, tmp_path, label="income", positive=">50K")
     said = {"task": "robust", "batch_size": 8}
     setup = pooled(said, tmp_path).scenario.set_up(3)
-    sites, _, _ = prepare(said, tmp_path)
+    sites, _ = prepare(said, tmp_path)
     assert len(setup.data.feature_names) == 108
     for k, mine in enumerate(sites):
         np.testing.assert_array_equal(mine.setup.data.inputs, setup.data.inputs[setup.data.client == k])

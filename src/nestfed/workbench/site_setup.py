@@ -10,8 +10,10 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
@@ -27,40 +29,75 @@ from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios.fairness import LIMITED
 from nestfed.workbench.scenarios.tabular import Seat, Tabular, TabularSetup
 
-EXCHANGES = 3  # of sums, before the first round
 
-
-@dataclasses.dataclass(frozen=True)
 class Preparation:
     """One party before the first round of a seed: what it tells, and what it makes of the sums of all.
 
     `sums` is always the list of the sums so far, in their order, each a vector of uint64.
     """
 
-    scenario: Tabular[Any]
-    dealt: Dealt
-    seat: Seat
-    seed: int
+    EXCHANGES: ClassVar[int] = 3  # of sums, before the first round
 
-    @classmethod
-    def at_site(
-        cls,
+    def __init__(self, scenario: Tabular[Any], dealt: Dealt, seat: Seat, seed: int):
+        self.scenario, self.dealt, self.seat, self.seed = scenario, dealt, seat, seed
+
+    @functools.cached_property
+    def _own_totals(self) -> Totals:
+        counted = self.dealt.counted & (self.seat.number is not None)
+        return Totals.of(self.dealt.frame, self.dealt.recipe, counted, self.dealt.schema)
+
+    def tell(self, sums: Sequence[np.ndarray]) -> np.ndarray:
+        """What this site adds to the next sum."""
+        if not sums:
+            return self._own_totals.pack()
+        if len(sums) == 1:
+            return self._spread(sums).pack()
+        measured = self._set_up(sums, None).measures().values()
+        return Sums.each(np.concatenate([np.ravel(measure()) for measure in measured])).pack()
+
+    def prepare(self, sums: Sequence[np.ndarray]) -> "Prepared":
+        """All that a run needs, once the sums are known."""
+        if len(sums) != self.EXCHANGES:
+            raise UserError(f"{len(sums)} sums were given; {self.EXCHANGES} of them make a task.")
+        values, named, start = Sums.unpack(sums[2]).values, {}, 0
+        for name, measure in self._set_up(sums, None).measures().items():
+            shape = np.shape(measure())
+            named[name] = values[start : (start := start + int(np.prod(shape)))].reshape(shape)
+        return Prepared(self.scenario, self._set_up(sums, named))
+
+    def _spread(self, sums: Sequence[np.ndarray]) -> Spreads:
+        counted = self.dealt.counted & (self.seat.number is not None)
+        return Spreads.of(self.dealt.frame, self._own_totals.with_sums(sums[0]), counted)
+
+    def _set_up(self, sums: Sequence[np.ndarray], measured: Mapping[str, np.ndarray] | None) -> TabularSetup:
+        encoder = Encoder.from_sums(self._own_totals.with_sums(sums[0]), self._spread(sums).with_sums(sums[1]))
+        data: Federated = self.dealt.encode(encoder)
+        return self.scenario.make_setup(data, self.seed, dataclasses.replace(self.seat, sums=measured))
+
+
+class SiteSetup(Preparation):
+    """A site, with its own rows."""
+
+    def __init__(
+        self,
         settings: Mapping[str, Any],
         schema: str | Path,
         data: str | Path,
         *,
-        number: int,
+        site: int,
         sites: int,
         seed: int,
-    ) -> Self:
+    ):
         """`settings` are those of `nestfed run`; where these name rows and who holds them, `data` takes their place:
         a file of this site's rows. Sites are numbered from 0 in an order that all know."""
         scenario = _pose(settings, schema, str(data))
-        return cls(scenario, scenario.deal(seed, only=number), Seat(number, sites), seed)
+        super().__init__(scenario, scenario.deal(seed, only=site), Seat(site, sites), seed)
 
-    @classmethod
-    def at_server(cls, settings: Mapping[str, Any], schema: str | Path, *, sites: int, seed: int) -> Self:
-        """The server has no rows. Its tasks have the shapes of the sites' and their weights: one row of zeros each."""
+
+class ServerSetup(Preparation):
+    """The server, without any. Its tasks have the shapes of the sites' and their weights: one row of nothing each."""
+
+    def __init__(self, settings: Mapping[str, Any], schema: str | Path, *, sites: int, seed: int):
         agreed = Schema.read(schema)
         posed = _pose(settings, schema, ".")
         grouped = posed.needs_group or posed.options.group is not None
@@ -80,40 +117,7 @@ class Preparation:
             client_names=tuple(f"site {i + 1}" for i in range(sites)),
             schema=agreed,
         )
-        return cls(posed.on_table(table), dealt, Seat(None, sites), seed)
-
-    @functools.cached_property
-    def _own_totals(self) -> Totals:
-        counted = self.dealt.counted & (self.seat.number is not None)
-        return Totals.of(self.dealt.frame, self.dealt.recipe, counted, self.dealt.schema)
-
-    def tell(self, sums: Sequence[np.ndarray]) -> np.ndarray:
-        """What this site adds to the next sum."""
-        if not sums:
-            return self._own_totals.pack()
-        if len(sums) == 1:
-            return self._spread(sums).pack()
-        measured = self._set_up(sums, None).measures().values()
-        return Sums.each(np.concatenate([np.ravel(measure()) for measure in measured])).pack()
-
-    def prepare(self, sums: Sequence[np.ndarray]) -> "Prepared":
-        """All that a run needs, once the sums are known."""
-        if len(sums) != EXCHANGES:
-            raise UserError(f"{len(sums)} sums were given; {EXCHANGES} of them make a task.")
-        values, named, start = Sums.unpack(sums[2]).values, {}, 0
-        for name, measure in self._set_up(sums, None).measures().items():
-            shape = np.shape(measure())
-            named[name] = values[start : (start := start + int(np.prod(shape)))].reshape(shape)
-        return Prepared(self.scenario, self._set_up(sums, named))
-
-    def _spread(self, sums: Sequence[np.ndarray]) -> Spreads:
-        counted = self.dealt.counted & (self.seat.number is not None)
-        return Spreads.of(self.dealt.frame, self._own_totals.with_sums(sums[0]), counted)
-
-    def _set_up(self, sums: Sequence[np.ndarray], measured: Mapping[str, np.ndarray] | None) -> TabularSetup:
-        encoder = Encoder.from_sums(self._own_totals.with_sums(sums[0]), self._spread(sums).with_sums(sums[1]))
-        data: Federated = self.dealt.encode(encoder)
-        return self.scenario.make_setup(data, self.seed, dataclasses.replace(self.seat, sums=measured))
+        super().__init__(posed.on_table(table), dealt, Seat(None, sites), seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,27 +135,9 @@ class Prepared:
         """Of a stage, given what the stage before has left."""
         return self.scenario.method(method).stages[stage].task(self.scenario, self.setup, before)
 
-    def leave(self, task: Task, server: Any, clients: Any) -> Any:
-        """What a stage leaves to the next one."""
-        return self.scenario.leave(task, server, clients)
-
-
-def build_site_task(
-    settings: Mapping[str, Any],
-    schema: str | Path,
-    data: str | Path,
-    sums: Sequence[np.ndarray],
-    *,
-    number: int,
-    sites: int,
-    seed: int = 0,
-    method: str,
-    stage: int = 0,
-    before: Any = None,
-) -> Task:
-    """A site's task: that client's part of the task that a run on all sites' rows in one file has."""
-    site = Preparation.at_site(settings, schema, data, number=number, sites=sites, seed=seed)
-    return site.prepare(sums).task(method, stage, before)
+    def leave(self, task: Task, server: Any, client: Any = None) -> Any:
+        """What a stage leaves to the next one; `client` is what this site keeps."""
+        return self.scenario.leave(task, server, jax.tree.map(lambda a: jnp.asarray(a)[None], client))
 
 
 def _pose(settings: Mapping[str, Any], schema: str | Path, data: str) -> Tabular[Any]:

@@ -173,7 +173,7 @@ class TabularSetup:
     def measures(self) -> dict[str, Callable[[], np.ndarray]]:
         """What methods must know of all rows together: sums over rows, or over clients, by name."""
         return {
-            "sizes": lambda: self.per_client(self.own_sizes),
+            "sizes": lambda: self.per_client(np.asarray(self.rows.constants["sizes"])),
             "cells": self._count_cells,
         }
 
@@ -184,8 +184,8 @@ class TabularSetup:
         return self.measures()[name]()
 
     def per_client(self, values: np.ndarray) -> np.ndarray:
-        """One number for every client; where only one's rows are here, zeros stand for the others."""
-        of_all = np.zeros(self.clients)
+        """An entry for every client; where only one's rows are here, zeros stand for the others."""
+        of_all = np.zeros((self.clients, *np.shape(values)[1:]))
         of_all[self.here] = values
         return of_all
 
@@ -208,7 +208,7 @@ class TabularSetup:
     @property
     def train_sizes(self) -> np.ndarray:
         """Training rows of every client."""
-        return self.sum_of("sizes")
+        return self.sum_of("sizes")[:, TRAIN]
 
     def own_weights(self, weights: np.ndarray) -> np.ndarray:
         """Those of the clients here. A site's task has only itself; what it counts among others is not its business."""
@@ -414,7 +414,8 @@ class Tabular(Scenario[Setup]):
         schema, rows = self.table.schema, self.rows_of(data)
         agreed = None if schema is None else self.options.batch_size or schema.batch_size
         if seat is not None:
-            rows = dataclasses.replace(rows, ids=np.arange(seat.sites, dtype=np.int32)[seat.here])
+            largest = rows.largest if seat.sums is None else int(seat.sums["sizes"].sum(1).max())
+            rows = dataclasses.replace(rows, ids=np.arange(seat.sites, dtype=np.int32)[seat.here], largest=largest)
         batch_size = agreed or self.options.batch_rows(len(data.label))
         setup: Any = self.setup_class(data, rows, model, start, batch_size, seat)
         return setup
