@@ -1,8 +1,8 @@
 """How letters get from the coordinator to the sites' workers and back: bytes on their way, nothing else.
 
-A framework (NVIDIA FLARE, Flower) is a `Link`. Its own processes hold no JAX, no arrays and no state: at the site they
-hand a letter to the worker (`relay`), beside the server they fetch letters from the coordinator (`fetch_letters`), whose
-end of it is a `JobLink`. This module needs the standard library only, so it can be loaded there.
+A framework (NVIDIA FLARE, Flower) is a `Link`. Its own processes hold no JAX, no arrays and no state. At the site they
+hand a letter to the worker (`relay`); beside the server they fetch letters from the coordinator (`fetch_letters`),
+whose end of it is a `JobLink`. This module needs the standard library only, so it can be loaded there.
 """
 
 import contextlib

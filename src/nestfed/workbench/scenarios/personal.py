@@ -185,7 +185,7 @@ class Personal(Tabular[TabularSetup]):
             setup.rows,
             theta,
             batch_size=setup.batch_size,
-            weights=setup.client_weights(self.options.averaging),
+            weights=setup.own_weights(setup.client_weights(self.options.averaging)),
         )
 
     def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
