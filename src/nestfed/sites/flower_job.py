@@ -24,10 +24,11 @@ client, server = ClientApp(), ServerApp()
 @client.query()
 def hand_over(message: Message, context: Context) -> Message:
     """At a site: hand a letter to the worker and return its answer, or why there is none."""
-    letter = message.content["letter"]
+    letter, worker = message.content.config_records["letter"], Path(str(context.node_config["worker"]))
+    data, timeout = letter["bytes"], letter["timeout"]
+    assert isinstance(data, bytes) and isinstance(timeout, float)
     try:
-        answer = relay(Path(str(context.node_config["worker"])), letter["bytes"], letter["timeout"])
-        content = ConfigRecord({"bytes": answer})
+        content = ConfigRecord({"bytes": relay(worker, data, timeout)})
     except OSError as error:
         content = ConfigRecord({"reason": str(error)})
     return Message(RecordDict({"answer": content}), reply_to=message)
@@ -70,5 +71,6 @@ def carry_letters(grid: Grid, context: Context) -> None:
 def _read(reply: Message) -> bytes | LostSite:
     if reply.has_error():
         return LostSite(f"Flower: {reply.error.reason}")
-    answer = reply.content["answer"]
-    return answer["bytes"] if "bytes" in answer else LostSite(str(answer["reason"]))
+    answer = reply.content.config_records["answer"]
+    data = answer.get("bytes")
+    return data if isinstance(data, bytes) else LostSite(str(answer["reason"]))
