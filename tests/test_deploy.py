@@ -9,7 +9,7 @@ from cases import CASES, TASKS, regression
 from nestfed import simulate, struct
 from nestfed.algorithms.fedavg import FedAvg
 from nestfed.core.settings import UserError
-from nestfed.verbs.messages import START, Node, ProtocolError, Server, Ticket, without_rows
+from nestfed.verbs.messages import START, Node, ProtocolError, Server, Ticket, remove_rows
 
 RAGGED = (5, 9, 7)
 
@@ -51,7 +51,7 @@ def assert_same(simulated, state):
 def test_ragged_nodes_hold_their_own_rows_only():
     algorithm, task, nodes, server = federation("fedbioacc")
     assert [len(nodes[k].task.data.columns[1]) for k in nodes] == list(RAGGED)
-    hidden = without_rows(task).data.columns
+    hidden = remove_rows(task).data.columns
     assert all(np.isnan(column).all() for column in hidden)
     simulated = simulate(algorithm, task, rounds=2, evaluate_every=None)
     assert_same(simulated, run(server, nodes, 2))

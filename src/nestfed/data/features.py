@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from nestfed.core.settings import UserError, suggest
-from nestfed.data.table import NEAREST, Column, categories, columns_of, is_number, to_number
+from nestfed.data.table import NEAREST, Column, convert_to_numbers, find_categories, is_number, list_columns
 
 RECIPES = ("standard", "piecewise", "minimax-fair", "minimax-fair-raw")
 BINS = 16  # of a number with many values
@@ -66,7 +66,7 @@ class NumberTotals:
             least=float(known.min(initial=np.inf)),
             most=float(known.max(initial=-np.inf)),
             gaps=bool(missing.any()),
-            values=_few(frozenset(known[: BINS + 2].tolist())),
+            values=_list_few_values(frozenset(known[: BINS + 2].tolist())),
             coded=coded,
         )
 
@@ -79,7 +79,9 @@ class NumberTotals:
             least=min(self.least, other.least),
             most=max(self.most, other.most),
             gaps=self.gaps or other.gaps,
-            values=None if self.values is None or other.values is None else _few(self.values | other.values),
+            values=None
+            if self.values is None or other.values is None
+            else _list_few_values(self.values | other.values),
             coded=self.coded,
         )
 
@@ -98,7 +100,7 @@ class NumberTotals:
         return self.gaps and self.least <= self.most
 
 
-def _few(values: frozenset[float]) -> frozenset[float] | None:
+def _list_few_values(values: frozenset[float]) -> frozenset[float] | None:
     return values if len(values) <= BINS + 1 else None
 
 
@@ -110,7 +112,7 @@ class LevelTotals:
 
     @classmethod
     def of(cls, values: Column) -> Self:
-        return cls(frozenset(categories(values)[1]))
+        return cls(frozenset(find_categories(values)[1]))
 
     def __add__(self, other: "LevelTotals") -> "LevelTotals":
         return LevelTotals(self.levels | other.levels)
@@ -126,7 +128,7 @@ class Totals:
     @classmethod
     def of(cls, frame: pd.DataFrame, recipe: str, counted: np.ndarray) -> Self:
         columns: dict[str, NumberTotals | LevelTotals] = {}
-        for name, values in columns_of(frame):
+        for name, values in list_columns(frame):
             coded = recipe.startswith("minimax-fair") and not is_number(values) and is_coded(values)
             number = coded or is_number(values)
             columns[name] = NumberTotals.of(values, counted, coded=coded) if number else LevelTotals.of(values)
@@ -334,7 +336,7 @@ class Category:
         return [f"{self.name}={level}" for level in self.levels[self.first :]]
 
     def encode(self, values: Column) -> list[np.ndarray]:
-        codes, names = categories(values)
+        codes, names = find_categories(values)
         number = {level: i for i, level in enumerate(self.levels)}
         level = np.array([number.get(name, -1) for name in names], int)[codes]
         return [level == i for i in range(self.first, len(self.levels))]
@@ -444,5 +446,5 @@ def read_numbers(values: Column, coded: bool) -> np.ndarray:
     """float64; what is not a finite number is NaN."""
     if coded:
         values = values.astype(object).where(values.isna(), values.astype(str).str[-1])
-    numbers = to_number(values).to_numpy(np.float64, na_value=np.nan)
+    numbers = convert_to_numbers(values).to_numpy(np.float64, na_value=np.nan)
     return np.where(np.isfinite(numbers), numbers, np.nan)

@@ -29,9 +29,9 @@ class Federated:
     feature_names: tuple[str, ...]
     encoder: Encoder
 
-    def holdings(self) -> pd.DataFrame:
+    def count_holdings(self) -> pd.DataFrame:
         """Rows per client, group, label and part."""
-        return rules.holdings(self.client, self.group, self.label, self.part, self.client_names, self.group_names)
+        return rules.count_holdings(self.client, self.group, self.label, self.part, self.client_names, self.group_names)
 
 
 def federate(
@@ -80,11 +80,11 @@ def federate(
         needed=~test & (label == 1) if positives else None,
     )
     if validation_fraction is None:
-        validation = rules.balanced_validation(strata, client, ~test, seed)
+        validation = rules.draw_balanced_validation(strata, client, ~test, seed)
     else:
-        validation = rules.proportional_validation(strata, client, ~test, seed, validation_fraction)
+        validation = rules.draw_proportional_validation(strata, client, ~test, seed, validation_fraction)
     if not balanced and validation_fraction is None:
-        validation = _plain_validation(validation, client, ~test, seed)
+        validation = _draw_plain_validation(validation, client, ~test, seed)
     part = np.select([test, validation], [TEST, VALIDATION], TRAIN).astype(np.int8)
     _check_clients(client, part, label if positives else None, client_names)
 
@@ -105,11 +105,11 @@ def federate(
     )
 
 
-def _plain_validation(balanced: np.ndarray, client: np.ndarray, available: np.ndarray, seed: int) -> np.ndarray:
+def _draw_plain_validation(balanced: np.ndarray, client: np.ndarray, available: np.ndarray, seed: int) -> np.ndarray:
     """As many validation rows per client as the balanced mask has, drawn regardless of the group."""
     number = np.bincount(client[balanced], minlength=client.max() + 1)
     mask = np.zeros(len(client), bool)
-    ranks = rules.ranks(client[available], rules.generator(seed, _PLAIN_VALIDATION))
+    ranks = rules.draw_ranks(client[available], rules.make_generator(seed, _PLAIN_VALIDATION))
     mask[available] = ranks < number[client[available]]
     return mask
 

@@ -24,14 +24,14 @@ import numpy as np
 from nestfed.core.algorithm import Algorithm, Cohort, reply_with_all
 from nestfed.core.identity import identify
 from nestfed.core.jax_internals import NotCommonError, prove_common
-from nestfed.core.noise import check_secret, fresh_key, key_of_bytes, noise_key, repeatable_key
+from nestfed.core.noise import check_secret, convert_to_key, draw_fresh_key, make_noise_key, make_repeatable_key
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, Seed
-from nestfed.engine.cohorts import chances_of
+from nestfed.engine.cohorts import find_chances
 from nestfed.engine.contract import check_match
-from nestfed.engine.options import Changes, Options, as_key, make_options
+from nestfed.engine.options import Changes, Options, make_key, make_options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.engine.rounds import call_up
 from nestfed.engine.steps import START as FIRST_STEP
@@ -42,17 +42,17 @@ from nestfed.engine.steps import (
     Notes,
     Step,
     add_notes,
+    average_by_weight,
+    list_steps,
     make_client,
+    make_only_participant,
     make_shared_key,
-    only_client,
+    make_treatment,
     replay,
     step_alone,
-    steps_of,
     take_step,
-    treatment_of,
-    weighted_mean,
 )
-from nestfed.uploads.privacy import Uploads, transforms_of
+from nestfed.uploads.privacy import Uploads, list_transforms
 
 START = -1  # the round in which clients initialise
 
@@ -73,16 +73,16 @@ class ProtocolError(UserError):
     """A message that does not fit what the receiver has seen so far."""
 
 
-def list_steps(algorithm: Algorithm, round: int) -> list[Step]:
+def list_steps_at(algorithm: Algorithm, round: int) -> list[Step]:
     """The steps of a round in order, or that of the start."""
-    return [FIRST_STEP] if round == START else steps_of(algorithm)
+    return [FIRST_STEP] if round == START else list_steps(algorithm)
 
 
 @functools.partial(jax.jit, static_argnames=("step",))
 def _attempt(algorithm: Algorithm, task: Task, step: Step, index, state, call: Call, answers):
     """Run one step of the task's only client as far as the known answers allow: {"ask": leaves}, or {"done": State,
     "notes": what it noted}. `step` is static and has no index: that is a number."""
-    client = make_client(task, only_client(jnp.asarray(task.data.ids)[0]), call)
+    client = make_client(task, make_only_participant(jnp.asarray(task.data.ids)[0]), call)
     try:
         own = step._replace(index=index)
         state, notes = take_step(algorithm, task, own, state, client, call, replay(answers))
@@ -103,7 +103,7 @@ def _hide(tree: Any) -> Any:
     return jax.tree.map(nothing, tree)
 
 
-def _host(leaves: Any) -> Leaves:
+def _move_to_host(leaves: Any) -> Leaves:
     return [np.asarray(leaf) for leaf in leaves]
 
 
@@ -132,13 +132,13 @@ class Node:
         if task.clients != 1:
             raise UserError(f"a node holds one client's rows; the task has {task.clients} clients.")
         check_match(algorithm, task)
-        self.algorithm, self.task, self.key = algorithm, task, as_key(seed)
-        self.uploads = transforms_of(uploads)
+        self.algorithm, self.task, self.key = algorithm, task, make_key(seed)
+        self.uploads = list_transforms(uploads)
         self.store: MutableMapping[str, Leaves] = {} if store is None else store
         self._noise = self._test_noise = None
         if any(transform.noisy and transform.changes("apply") for transform in self.uploads):
             if noise_seed is not None:
-                self._test_noise = repeatable_key(noise_seed, self.key)
+                self._test_noise = make_repeatable_key(noise_seed, self.key)
             elif secret is None:
                 raise UserError(
                     "uploads= was given with noise and without secret=: the run's seed is no secret, whoever knows it "
@@ -158,7 +158,7 @@ class Node:
             return None if self._numbers("asked")[2] else self.store["question"]
         ticket = ticket._replace(server=self._complete(ticket.server))
         reached, state, answers = self._begin(ticket) if ticket.exchange == 0 else self._go_on(ticket)
-        program = list_steps(self.algorithm, ticket.round)
+        program = list_steps_at(self.algorithm, ticket.round)
         noise = self._test_noise
         if self._noise is not None and told is not None:
             noise = self._noise.key(told, state)
@@ -168,16 +168,16 @@ class Node:
             out = _attempt(self.algorithm, self.task, step, index, state, call, answers)
             if "ask" in out:
                 frame = [ticket.round, ticket.exchange + 1, index, len(answers)]
-                self.store["frame"] = [np.asarray(frame), *_host(jax.tree.leaves(state))]
+                self.store["frame"] = [np.asarray(frame), *_move_to_host(jax.tree.leaves(state))]
                 for number, answer in enumerate(answers):
-                    self.store[f"answer {number}"] = _host(answer)
-                return self._remember(ticket, _host(out["ask"]))
+                    self.store[f"answer {number}"] = _move_to_host(answer)
+                return self._remember(ticket, _move_to_host(out["ask"]))
             state, answers = out["done"], []
             self._note(ticket, index, out["notes"])
         _, client = self.algorithm.split(state)
         if "client" in self.store and self._numbers("client")[0] < ticket.round:
             self.store["client before"] = self.store["client"]
-        self.store["client"] = [np.asarray([ticket.round]), *_host(jax.tree.leaves(client))]
+        self.store["client"] = [np.asarray([ticket.round]), *_move_to_host(jax.tree.leaves(client))]
         return self._remember(ticket, None)
 
     def client(self) -> Any:
@@ -235,10 +235,10 @@ class Node:
         """The structure of State at the start of this step (Scratch fields come and go within a round)."""
         initial = ticket.round == START
         if initial not in self._structures:
-            call, state, structures = self._call(ticket, fresh_key()), None, []
+            call, state, structures = self._call(ticket, draw_fresh_key()), None, []
             if not initial:
                 state = jax.eval_shape(lambda: self.algorithm.begin(ticket.server, self._local("client")))
-            for step in list_steps(self.algorithm, ticket.round):
+            for step in list_steps_at(self.algorithm, ticket.round):
                 structures.append(jax.tree.structure(state))
                 alone = functools.partial(step_alone, self.algorithm, self.task, step, call)
                 state, _ = jax.eval_shape(alone, state)
@@ -296,7 +296,9 @@ class _NoiseBook:
             )
         if int(heard[0][0]) < ticket.round:
             heard = [np.asarray([ticket.round])]
-        told = self._hash(heard[ticket.exchange].tobytes(), *_bytes_of((ticket.share, ticket.server, ticket.answer)))
+        told = self._hash(
+            heard[ticket.exchange].tobytes(), *_convert_to_bytes((ticket.share, ticket.server, ticket.answer))
+        )
         if len(heard) > ticket.exchange + 1 and heard[ticket.exchange + 1].tobytes() != told:
             raise ProtocolError(
                 f"exchange {ticket.exchange} of round {ticket.round} was asked again with other values, after this "
@@ -309,7 +311,7 @@ class _NoiseBook:
 
     def key(self, told: bytes, state: Any) -> Array:
         """The key for the answer to what was told, given what the node holds."""
-        return key_of_bytes(self._hash(b"noise", told, *_bytes_of(state)))
+        return convert_to_key(self._hash(b"noise", told, *_convert_to_bytes(state)))
 
     def _hash(self, *parts: bytes) -> bytes:
         code = hmac.new(self.secret, self.about, hashlib.sha256)
@@ -318,11 +320,11 @@ class _NoiseBook:
         return code.digest()
 
 
-def _bytes_of(tree: Any) -> list[bytes]:
+def _convert_to_bytes(tree: Any) -> list[bytes]:
     return [np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def without_rows(task: Task) -> Task:
+def remove_rows(task: Task) -> Task:
     """The task as the server knows it: problem, starting point and shapes, with NaN in place of everybody's data."""
     hide = lambda a: np.full_like(a, np.nan) if np.issubdtype(a.dtype, np.floating) else np.zeros_like(a)
     one_row = lambda tree: jax.tree.map(lambda a: hide(np.asarray(a)[:1]), tree)
@@ -352,8 +354,8 @@ class Server:
     def __init__(
         self, algorithm: Algorithm, task: Task, seed: Seed, *, uploads: Uploads = (), noise_seed: int | None = None
     ):
-        self.algorithm, self.task, self.key = algorithm, without_rows(task), as_key(seed)
-        self.uploads, self.noise_seed = transforms_of(uploads), noise_seed
+        self.algorithm, self.task, self.key = algorithm, remove_rows(task), make_key(seed)
+        self.uploads, self.noise_seed = list_transforms(uploads), noise_seed
 
     def serve(
         self,
@@ -374,13 +376,13 @@ class Server:
         share = shares.__getitem__ if isinstance(shares, Mapping) else lambda _: shares
         ticket = lambda i, exchange, answer: Ticket(round, exchange, broadcast, share(i), answer)
         unknown = jnp.full((), jnp.nan)  # a client's share is its own
-        noise = noise_key(self.noise_seed, self.key)
+        noise = make_noise_key(self.noise_seed, self.key)
         call = Call(self.key, jnp.asarray(round), server, unknown, self.uploads, noise, expected)
         state = None if round == START else self.algorithm.begin(server, self._hidden_client())
         answering = dict(send({i: ticket(i, 0, None) for i in weights}))
         log: list[list[Leaves]] = []
         exchange, all_finite = 0, True
-        for step in list_steps(self.algorithm, round):
+        for step in list_steps_at(self.algorithm, round):
             known: list[Leaves] = []
             while "ask" in self._try_step(step, state, call, known):
                 if not answering and expected is None:
@@ -427,16 +429,16 @@ class Server:
             jnp.asarray(ids, jnp.int32),
             jnp.asarray(of_means, float),
         )
-        common = _host(common)
+        common = _move_to_host(common)
         if replies is None:
             return common, dict.fromkeys(present, common)
-        return common, {i: _host(leaf[slot] for leaf in replies) for slot, i in enumerate(present)}
+        return common, {i: _move_to_host(leaf[slot] for leaf in replies) for slot, i in enumerate(present)}
 
     def _hidden_client(self) -> Any:
         return _hide(self.algorithm.split(_find_shapes(self.algorithm, self.task, self.key))[1])
 
     def _find_shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]], all_finite: bool) -> Any:
-        steps = tuple(list_steps(self.algorithm, round))
+        steps = tuple(list_steps_at(self.algorithm, round))
         new = _replay_round(self.algorithm, self.task, steps, server, self._hidden_client(), call, log)
         spoilt = [
             name
@@ -454,14 +456,14 @@ class Server:
 @functools.partial(jax.jit, static_argnames=("step",))
 def _answer_clients(algorithm, task, step: Step, index, state, call, known, values, ids, weights):
     """(common answer, one answer per client or None) to the question that this step asks next."""
-    client = make_client(task, only_client(), call)
+    client = make_client(task, make_only_participant(), call)
     try:
         take_step(algorithm, task, step._replace(index=index), state, client, call, replay(known))
     except Ask as ask:
         reply, tree = ask.reply, jax.tree.unflatten(jax.tree.structure(ask.tree), values)
         if reply is None:
-            treatment = treatment_of(call, index, len(known))
-            return jax.tree.leaves(weighted_mean(tree, weights, treatment, call.expected)), None
+            treatment = make_treatment(call, index, len(known))
+            return jax.tree.leaves(average_by_weight(tree, weights, treatment, call.expected)), None
         if reply is reply_with_all:
             return values, None
         key, cohort = make_shared_key(call, index), Cohort(ids, weights)
@@ -519,7 +521,7 @@ def deploy(
     send = lambda tickets: {client: nodes[client].receive(ticket) for client, ticket in tickets.items()}
     central = Server(algorithm, task, seed, uploads=chosen.uploads, noise_seed=chosen.noise_seed)
     server = central.serve(START, None, dict(zip(ids, weight_of, strict=True)), 1.0, send)
-    chances, noted = chances_of(task.weights, plan.cohort), []
+    chances, noted = find_chances(task.weights, plan.cohort), []
     for round in range(chosen.need_rounds()):
         participants, call = call_up(inputs, server, jnp.asarray(round), chances, plan)
         columns = zip(participants.id, participants.weight, participants.chance, strict=True)
