@@ -30,7 +30,7 @@ class Case:
     def prepare(self, sums):
         return self
 
-    def algorithms(self, method, changes):
+    def make_algorithms(self, method, changes):
         case = CASES[method]
         settings = case.settings | {"lr": self.settings["lr"]} if "lr" in self.settings else case.settings
         return [type(case)(**{**vars(case), "settings": settings}).algorithm(method)]

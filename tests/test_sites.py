@@ -85,7 +85,7 @@ def coordinator(federation, name, run=None, link=None, rounds=2, say=None, setti
     case = Case(settings or {})
     chosen = Options(rounds=rounds, evaluate_every=rounds, **more)
     file = federation.folder / f"{run.id}.run"
-    return Coordinator(roll, run, leg, case.algorithms(name, {})[0], case.task(name), chosen, file=file)
+    return Coordinator(roll, run, leg, case.make_algorithms(name, {})[0], case.task(name), chosen, file=file)
 
 
 def assert_equal_trees(one, other):

@@ -20,15 +20,15 @@ import numpy as np
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.engine.cohorts import chances_of
+from nestfed.engine.cohorts import find_chances
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.sites.link import Link, LostSite
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
 from nestfed.sites.worker import Leg, describe_party, keep_file, write_ticket
-from nestfed.uploads.privacy import EPSILON, Spending, transforms_of
+from nestfed.uploads.privacy import EPSILON, Spending, list_transforms
 from nestfed.verbs import cost
-from nestfed.verbs.history import History, check_select, rise_of
+from nestfed.verbs.history import History, check_select, find_rise
 from nestfed.verbs.messages import (
     START,
     Answer,
@@ -269,7 +269,7 @@ class Coordinator:
         task = self.server.task
         self.task, self.inputs = task, make_inputs(algorithm, task, leg["seed"], options)
         self.plan = make_plan(algorithm, task, options)
-        self.chances = chances_of(task.weights, self.plan.cohort)
+        self.chances = find_chances(task.weights, self.plan.cohort)
         self.party = describe_party(algorithm, task)
         ids, weights = np.asarray(task.data.ids).tolist(), np.asarray(task.weights).tolist()
         self.weights: dict[int, float] = dict(zip(ids, weights, strict=True))
@@ -277,7 +277,7 @@ class Coordinator:
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
         # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
-        self.once = masks is not None or any(transform.noisy for transform in transforms_of(options.uploads))
+        self.once = masks is not None or any(transform.noisy for transform in list_transforms(options.uploads))
 
     # --- letters
 
@@ -325,14 +325,14 @@ class Coordinator:
         else:
             self.roll.gather(self.open_at, lambda: bool(self.roll.present))
         self._evaluate_if_due(books)
-        check_select(self.options.select, books.history.latest())
+        check_select(self.options.select, books.history.find_latest())
         with Progress(title or type(self.algorithm).__name__, rounds, books.round, progress) as bar:
             while books.round < end:
                 began = time.monotonic()
                 self._do_round(books)
                 self._write_books(books)
                 self._evaluate_if_due(books)
-                bar.update(books.round, 1 / max(time.monotonic() - began, 1e-9), books.history.latest())
+                bar.update(books.round, 1 / max(time.monotonic() - began, 1e-9), books.history.find_latest())
         if not books.history.has(books.round):
             self._evaluate(books)
             self._write_books(books)
@@ -433,7 +433,7 @@ class Coordinator:
             final = {name: values[-1] for name, values in history.items() if name != "round"}
         else:
             final = self._measure(books.round, books.position._replace(server=output))
-        rise = rise_of(history, self.task.minimised, self.options.output)
+        rise = find_rise(history, self.task.minimised, self.options.output)
         remarks = () if rise is None else (rise.remark,)
         participants = books.history.participants()
         return LegResult(books.position, output, history, participants, final, remarks, self.spending)
@@ -446,7 +446,7 @@ class Coordinator:
         own = [np.asarray(a) for a in jax.tree.leaves(books.position.server)]
         chosen = [np.asarray(a) for a in jax.tree.leaves(books.output)]
         answers = [a for _, one in sorted(standing.items()) for a in one.answer or []]
-        history = {name: np.asarray(column) for name, column in books.history.arrays().items()}
+        history = {name: np.asarray(column) for name, column in books.history.list_arrays().items()}
         header = {
             "run": self.run.id,
             "leg": self.leg,

@@ -37,7 +37,7 @@ SOCKET = "worker.sock"
 class Prepared(Protocol):
     """One party's tasks of a seed: what a site has, or its server."""
 
-    def algorithms(self, method: str, changes: Mapping[str, Any]) -> list[Algorithm]: ...
+    def make_algorithms(self, method: str, changes: Mapping[str, Any]) -> list[Algorithm]: ...
 
     def task(self, method: str, stage: int = 0, before: Any = None) -> Task: ...
 
@@ -181,7 +181,7 @@ class Worker:
         number = int(header["sums"])
         prepared = self._prepare(header).prepare(letter.arrays[:number])
         rest, before = list(letter.arrays[number:]), None
-        algorithms = prepared.algorithms(leg["method"], leg["changes"])
+        algorithms = prepared.make_algorithms(leg["method"], leg["changes"])
         task = prepared.task(leg["method"], 0, None)
         for stage in range(leg["stage"]):  # what the stages before have left
             like = Node(algorithms[stage], task, leg["seed"]).server_shapes()
