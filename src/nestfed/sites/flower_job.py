@@ -22,7 +22,7 @@ client, server = ClientApp(), ServerApp()
 
 
 @client.query()
-def hand_over(message: Message, context: Context) -> Message:
+def relay_letter(message: Message, context: Context) -> Message:
     """At a site: hand a letter to the worker and return its answer, or why there is none."""
     letter, worker = message.content.config_records["letter"], Path(str(context.node_config["worker"]))
     data, timeout = letter["bytes"], letter["timeout"]

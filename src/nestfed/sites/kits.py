@@ -1,8 +1,8 @@
 """`nestfed deploy init`: keys, certificates and start-up kits for a server, its coordinator and the sites.
 
 For NVIDIA FLARE by its own provisioning, for Flower by `cryptography`. A kit is a folder that is sent to its party and
-to nobody else: it has the party's private key, and a README with the commands to type. Who holds `authority` can make
-kits, so it belongs on no server.
+to nobody else: it has the party's private key, and a README with the commands to type. The key of the authority that
+signs is not kept: nobody can add a party afterwards.
 """
 
 import datetime
@@ -28,7 +28,7 @@ from nestfed.core.settings import UserError
 Engine = Literal["flare", "flower"]
 PORTS: dict[Engine, int] = {"flare": 8002, "flower": 8000}  # the ones that the frameworks' documentation has
 DEPLOYMENT, KIT = "deployment.toml", "nestfed.toml"
-OURS = ("server", "coordinator", "authority")  # folders of a deployment that are no site's
+OURS = ("server", "coordinator")  # folders of a deployment that are no site's
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # FLARE's rule for sites
 USER = "coordinator@nestfed.org"  # as whom the coordinator logs in at FLARE's server: a name, no address
 DAYS = 360  # that certificates are valid: FLARE's default
@@ -125,7 +125,7 @@ def _make_flare_kits(folder: Path, deployment: Deployment) -> None:
     ports = {"fed_learn_port": deployment.port, "admin_port": deployment.port}
     project.set_server(deployment.server, "nestfed", {**ports, "host_names": others})
     for site in deployment.sites:
-        project.add_client(site, "nestfed", {"allow_log_streaming": False})
+        project.add_client(site, "nestfed", {})
     project.add_admin(USER, "nestfed", {"role": "lead"})
     builders = [
         WorkspaceBuilder(),
@@ -143,7 +143,6 @@ def _make_flare_kits(folder: Path, deployment: Deployment) -> None:
         shutil.move(kits / USER, folder / "coordinator")
         for site in deployment.sites:
             shutil.move(kits / site, folder / site)
-        shutil.move(Path(work, project.name, "state"), folder / "authority")
     _restrict(folder / "server", AT_SERVER)
     for site in deployment.sites:
         _restrict(folder / site, AT_SITES)
@@ -166,9 +165,10 @@ def _restrict(kit: Path, classes: list[str]) -> None:
     """FLARE's own settings of a party, narrowed to what our job needs."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
-    # Without this, a site's error log would be sent to the server while a job runs.
+    # As provisioned, a site's error log is sent to the server while a job runs.
     components = [part for part in resources["components"] if part["id"] not in ("site_log_streamer", "log_receiver")]
-    resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": classes, "components": components}
+    resources |= {"allow_log_streaming": False, "components": components}
+    resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": classes}
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
     rights = {"format_version": "1.0", "permissions": RIGHTS}
     (local / "authorization.json").write_text(json.dumps(rights, indent=2))
@@ -198,8 +198,6 @@ def _make_flower_kits(folder: Path, deployment: Deployment) -> None:
         .sign(key, hashes.SHA384())
     )
     public = authority.public_bytes(serialization.Encoding.PEM)
-    _write_file(folder / "authority" / "ca.key", _dump_key(key))
-    _write_file(folder / "authority" / "ca.crt", public)
     _write_file(folder / "server" / "ca.crt", public)
     _write_file(folder / "server" / "server.pem", certificate.public_bytes(serialization.Encoding.PEM))
     _write_file(folder / "server" / "server.key", _dump_key(own))
