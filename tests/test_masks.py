@@ -21,7 +21,7 @@ from nestfed.sites.masks import (
     make_mask_key,
     read_mask,
 )
-from nestfed.verbs.messages import START, LostClients, Member, Node, Occasion, Server, only_task_of
+from nestfed.verbs.messages import START, LostClients, Member, Node, Occasion, Server, select_client
 
 RAGGED = (5, 9, 7)
 EVERYBODY = {k: Member(1 / 3) for k in range(3)}
@@ -145,7 +145,7 @@ def test_keys_are_made_by_sites_and_pinned_by_a_list(tmp_path):
 
 
 def federation(algorithm, task):
-    nodes = {k: Node(algorithm, only_task_of(task, k), 0, mask=mask) for k, mask in enumerate(masks(task.clients))}
+    nodes = {k: Node(algorithm, select_client(task, k), 0, mask=mask) for k, mask in enumerate(masks(task.clients))}
     return nodes, Server(algorithm, task, 0, sums=MaskedSums())
 
 

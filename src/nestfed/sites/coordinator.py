@@ -176,7 +176,7 @@ class Run:
     settings: Mapping[str, Any]
     schema: str | None
     seed: int
-    sites: int
+    names: tuple[str, ...]  # of the sites, by their numbers
     masked: bool = False
 
     def header(self, k: int) -> dict[str, Any]:
@@ -185,8 +185,9 @@ class Run:
             "settings": dict(self.settings),
             "schema": self.schema,
             "number": k,
-            "sites": self.sites,
+            "names": list(self.names),
             "seed": self.seed,
+            "masked": self.masked,
         }
 
 
@@ -195,10 +196,13 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
     sums: list[np.ndarray] = []
     for _ in range(exchanges):
         told: dict[int, np.ndarray] = {}
+        attempt = secrets.randbits(62)
 
         def ask(who: Iterable[int], told=told) -> dict[int, str]:
             wrong = {}
-            letters = {k: Letter({"kind": "tell", **run.header(k)}, sums) for k in who if k not in told}
+            letters = {
+                k: Letter({"kind": "tell", "attempt": attempt, **run.header(k)}, sums) for k in who if k not in told
+            }
             for k, answer in roll.ask(letters, roll.answer):
                 if isinstance(answer, Lost):
                     wrong[k] = answer.reason
@@ -209,7 +213,7 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
             return wrong
 
         roll.lose(ask(roll.present))
-        roll.gather(ask, lambda told=told: len(told) == run.sites)
+        roll.gather(ask, lambda told=told: len(told) == len(run.names))
         if len({part.shape for part in told.values()}) > 1:
             raise UserError("the sites' sums have different lengths: they have different schemas.")
         sums.append(functools.reduce(np.add, told.values()))
@@ -284,7 +288,7 @@ class Coordinator:
     def open_at(self, who: Sequence[int]) -> dict[int, str]:
         """Sites that cannot take part in this leg, and why."""
         wrong: dict[int, str] = {}
-        head = {"kind": "open", "leg": self.leg, "sums": len(self.sums), "masked": self.run.masked}
+        head = {"kind": "open", "leg": self.leg, "sums": len(self.sums)}
         letters = {k: Letter({**self.run.header(k), **head}, [*self.sums, *self.earlier]) for k in who}
         for k, answer in self.roll.ask(letters, self.roll.answer):
             if isinstance(answer, Lost):

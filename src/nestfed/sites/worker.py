@@ -27,8 +27,9 @@ from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.sites.link import listen_at, receive_bytes, send_bytes
+from nestfed.sites.masks import PREPARING, SiteMask
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
-from nestfed.verbs.messages import Leaves, Mask, Node, Standing, Ticket, read_leaves
+from nestfed.verbs.messages import Leaves, Node, Occasion, Standing, Ticket, read_leaves
 
 PATIENCE = 600.0  # seconds for a letter to come in or to go out whole
 SOCKET = "worker.sock"
@@ -135,7 +136,7 @@ class Worker:
         self,
         make_preparation: Callable[[Mapping[str, Any], str | None, int, int, int], Preparation],
         folder: Path,
-        find_mask: Callable[[str, int], Mask] | None = None,
+        find_mask: Callable[[str, Sequence[str], int], SiteMask] | None = None,
         uploads: Callable[[Mapping[str, Any], int], Any] = lambda settings, stage: (),
     ):
         self.make_preparation, self.folder = make_preparation, folder
@@ -171,7 +172,12 @@ class Worker:
 
     def tell_sums(self, letter: Letter) -> Letter:
         """What this site adds to the next sum of all sites."""
-        mine = np.asarray(self._prepare(letter.header).tell(letter.arrays))
+        header = letter.header
+        mine = np.asarray(self._prepare(header).tell(letter.arrays))
+        if header["masked"]:
+            asked = tuple(range(len(header["names"])))
+            occasion = Occasion(PREPARING, int(header["attempt"]), len(letter.arrays), asked)
+            mine = self._find_mask(header).hide(mine, occasion)
         return Letter({}, [mine])
 
     def open_leg(self, letter: Letter) -> Letter:
@@ -191,7 +197,7 @@ class Worker:
             task = prepared.task(leg["method"], stage + 1, before)
         algorithm = algorithms[leg["stage"]]
         store = self.folder / "store" / run
-        mask = None if not header["masked"] else self._find_mask(run, int(header["sites"]))
+        mask = self._find_mask(header) if header["masked"] else None
         self._open = self._node = None
         self._node = Node(
             algorithm,
@@ -220,10 +226,10 @@ class Worker:
         return Letter({"asks": question is not None, "seconds": used}, question or [])
 
     def _prepare(self, header: Mapping[str, Any]) -> Preparation:
-        name = json.dumps([header[key] for key in ("settings", "schema", "number", "sites", "seed")], sort_keys=True)
+        name = json.dumps([header[key] for key in ("settings", "schema", "number", "names", "seed")], sort_keys=True)
         if self._preparation is None or self._preparation[0] != name:
             made = self.make_preparation(
-                header["settings"], header["schema"], int(header["number"]), int(header["sites"]), int(header["seed"])
+                header["settings"], header["schema"], int(header["number"]), len(header["names"]), int(header["seed"])
             )
             self._preparation = name, made
         return self._preparation[1]
@@ -235,10 +241,10 @@ class Worker:
             keep_file(path, secrets.token_bytes(32))
         return path.read_bytes()
 
-    def _find_mask(self, run: str, sites: int) -> Mask:
+    def _find_mask(self, header: Mapping[str, Any]) -> SiteMask:
         if self.find_mask is None:
             raise Refused("masked uploads were asked for, and this site has no key for them.")
-        return self.find_mask(run, sites)
+        return self.find_mask(str(header["run"]), list(map(str, header["names"])), int(header["number"]))
 
 
 def write_ticket(ticket: Ticket, server: Leaves | None) -> tuple[dict[str, Any], Leaves]:
@@ -299,7 +305,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="its rows")
     parser.add_argument("--socket", type=Path, required=True)
     chosen = parser.parse_args()
-    from nestfed.sites.problem import make_worker
+    from nestfed.sites.problem import make_worker  # it knows tables, which a test's worker need not
 
     try:
         serve(make_worker(chosen.folder, chosen.data), chosen.socket)
