@@ -1,65 +1,22 @@
 """Letters by NVIDIA FLARE between real processes: its server, its sites with TLS and keys, its jobs."""
 
-import contextlib
 import os
 import signal
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from site_runs import Echo, check_equal_to_simulation, find_processes, run_workers
 
 from nestfed.sites import flare
 from nestfed.sites.flare import FlareLink, start_site
-from nestfed.sites.kits import make_kits
-from nestfed.sites.link import LostSite, listen_at, receive_bytes, send_bytes
+from nestfed.sites.kits import find_free_port, make_kits
+from nestfed.sites.link import LostSite
 
 SITES = ["a", "b", "c", "d"]
-
-
-class Echo:
-    """In place of a worker: answers with its name and the letter; hangs up at the letter b"die"."""
-
-    def __init__(self, path: Path, name: str):
-        self.name, self.listener = name.encode(), listen_at(path)
-        threading.Thread(target=self.serve, daemon=True).start()
-
-    def serve(self):
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self.listener.accept()
-                threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
-
-    def answer(self, connection):
-        deadline = time.monotonic() + 60
-        with connection, contextlib.suppress(OSError):
-            letter = receive_bytes(connection, deadline)
-            if letter != b"die":
-                send_bytes(connection, self.name + letter, deadline)
-
-    def close(self):
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-
-
-def find_free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def find_processes(root: psutil.Process, what: str) -> list[psutil.Process]:
-    """Descendants whose command line has this."""
-    found = []
-    for process in root.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if what in " ".join(process.cmdline()) and "nestfed.sites.keeper" not in process.cmdline():
-                found.append(process)
-    return found
 
 
 class Federation:
@@ -138,3 +95,21 @@ def test_what_is_killed_costs_time_and_no_answer(federation, what):
     for process in find_processes(root, command):
         process.send_signal(signal.SIGKILL)
     assert federation.ask(timeout=120.0) == {name: f"{name}hello".encode() for name in "abc"}
+
+
+@pytest.fixture(scope="module")
+def with_jax(federation) -> Iterator[Federation]:
+    """With workers as `nestfed site start` runs them."""
+    for name in "abc":
+        federation.workers[name].close()
+    with run_workers(federation.folder, {name: federation.folder / name for name in "abc"}):
+        yield federation
+
+
+ALWAYS = ("fedavg", "feddro", "fedmbo")
+SLOW = ("fedbioacc", "scaffold", "fednest", "fedreco")
+
+
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_an_algorithm_equals_its_simulation(with_jax, name):
+    check_equal_to_simulation(with_jax.link, ["a", "b", "c"], name, with_jax.folder / f"{name}.run")

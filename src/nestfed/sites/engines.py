@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nestfed.core.settings import UserError
 from nestfed.sites.keeper import Kept, keep
-from nestfed.sites.kits import make_kits, read_deployment
+from nestfed.sites.kits import find_free_port, make_kits, read_deployment
 from nestfed.sites.link import Link, LoopbackLink
 from nestfed.sites.worker import SOCKET
 
@@ -36,16 +36,20 @@ def open_link(folder: Path) -> Link:
         from nestfed.sites.flare import FlareLink
 
         return FlareLink(folder, deployment)
-    raise UserError(f"{folder} is a deployment on {deployment.engine}, which this nestfed cannot run.")
+    from nestfed.sites.flower import FlowerLink
+
+    return FlowerLink(folder, deployment)
 
 
 def start_relay(folder: Path, engine: str, worker: Path) -> Kept:
     """At a site: the framework's process that hands letters to the worker."""
     if engine == "flare":
-        from nestfed.sites.flare import start_site
+        from nestfed.sites import flare
 
-        return start_site(folder, worker)
-    raise UserError(f"{folder} is the kit of a site on {engine}, which this nestfed cannot run.")
+        return flare.start_site(folder, worker)
+    from nestfed.sites import flower
+
+    return flower.start_site(folder, worker)
 
 
 def start_worker(folder: Path, data: Path, environment: Mapping[str, str] | None = None) -> Kept:
@@ -66,7 +70,7 @@ def open_local(
     """All of a deployment on this machine, for these sites and their files: nothing of it is left at the end."""
     with contextlib.ExitStack() as stack:
         if engine != "direct":
-            deployment = make_kits(folder, list(data), engine=engine, server="localhost", port=port)  # type: ignore
+            deployment = make_kits(folder, list(data), engine, port=port or find_free_port())
             say(f"made keys and certificates for {deployment.server}:{deployment.port}")
         for site, file in data.items():
             worker = start_worker(folder / site, file)

@@ -20,7 +20,7 @@ from pathlib import Path
 import tomli_w
 
 from nestfed.sites.keeper import Kept, keep
-from nestfed.sites.kits import Deployment
+from nestfed.sites.kits import Deployment, find_free_port, read_kit
 from nestfed.sites.link import Answers, LostSite, serve_letters
 
 LISTENS = 60.0  # seconds for the SuperLink to listen
@@ -49,22 +49,17 @@ def start_server(kit: Path, deployment: Deployment, work: Path) -> Kept:
     return keep([*words, *safe], kit / "flower.log", _make_environment(work / "home"))
 
 
-def start_site(kit: Path, deployment: Deployment, worker: Path) -> Kept:
+def start_site(kit: Path, worker: Path) -> Kept:
     """A site's SuperNode, whose apps hand letters to the worker at this socket."""
+    about = read_kit(kit)
     keys = ["--root-certificates", kit / "keys" / "ca.crt", "--auth-supernode-private-key", kit / "keys" / "node"]
-    words = [_find("flower-supernode"), "--superlink", f"{deployment.server}:{deployment.port}", *keys]
-    own = ["--port", str(_find_port()), "--node-config", f'worker="{worker}"']
+    words = [_find("flower-supernode"), "--superlink", f"{about.server}:{about.port}", *keys]
+    own = ["--port", str(find_free_port()), "--node-config", f'worker="{worker}"']
     return keep([*words, *own], kit / "flower.log", _make_environment(kit / "flower"))
 
 
 def _find(command: str) -> Path:
     return Path(sys.executable).parent / command
-
-
-def _find_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def _make_environment(home: Path) -> dict[str, str]:

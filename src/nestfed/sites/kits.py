@@ -11,11 +11,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import tomli_w
 from cryptography import x509
@@ -25,8 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nestfed.core.settings import UserError
 
-Engine = Literal["flare", "flower"]
-PORTS: dict[Engine, int] = {"flare": 8002, "flower": 8000}  # the ones that the frameworks' documentation has
+PORTS = {"flare": 8002, "flower": 8000}  # the ones that the frameworks' documentation has
 DEPLOYMENT, KIT = "deployment.toml", "nestfed.toml"
 OURS = ("server", "coordinator")  # folders of a deployment that are no site's
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # FLARE's rule for sites
@@ -55,18 +55,18 @@ RIGHTS = {  # of the coordinator, and nobody has others: no code in jobs, no she
 class Deployment(NamedTuple):
     """What a deployment's folder says."""
 
-    engine: Engine
+    engine: str
     sites: list[str]
     server: str
     port: int
 
 
 def make_kits(
-    folder: Path, sites: Sequence[str], engine: Engine = "flare", server: str = "localhost", port: int | None = None
+    folder: Path, sites: Sequence[str], engine: str = "flare", server: str = "localhost", port: int | None = None
 ) -> Deployment:
     """A deployment's folder with one kit for the server, the coordinator and each site."""
-    if engine not in get_args(Engine):
-        raise UserError(f"--engine {engine} was given; there are: {', '.join(get_args(Engine))}.")
+    if engine not in PORTS:
+        raise UserError(f"--engine {engine} was given; there are: {', '.join(PORTS)}.")
     for site in sites:
         if not NAME.fullmatch(site) or site in OURS:
             raise UserError(
@@ -82,8 +82,8 @@ def make_kits(
     {"flare": _make_flare_kits, "flower": _make_flower_kits}[engine](folder, deployment)
     (folder / DEPLOYMENT).write_bytes(tomli_w.dumps(deployment._asdict()).encode())
     for site in sites:
-        kit = {"engine": engine, "site": site, "server": server, "port": deployment.port}
-        (folder / site / KIT).write_bytes(tomli_w.dumps(kit).encode())
+        kit = Kit(engine, site, server, deployment.port)
+        (folder / site / KIT).write_bytes(tomli_w.dumps(kit._asdict()).encode())
         (folder / site / "README.md").write_text(_write_site_page(deployment, site), encoding="utf-8")
     (folder / "README.md").write_text(_write_coordinator_page(folder, deployment), encoding="utf-8")
     _make_private(folder)
@@ -100,6 +100,32 @@ def read_deployment(folder: Path) -> Deployment:
         ) from None
     except (TypeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{folder / DEPLOYMENT} cannot be read ({error}); give the one of `deploy init`.") from None
+
+
+class Kit(NamedTuple):
+    """What a site's kit says."""
+
+    engine: str
+    site: str
+    server: str
+    port: int
+
+
+def read_kit(folder: Path) -> Kit:
+    try:
+        with (folder / KIT).open("rb") as file:
+            return Kit(**tomllib.load(file))
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {KIT}; give the folder that the coordinator sent (your kit).") from None
+    except (TypeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{folder / KIT} cannot be read ({error}); unpack the kit again.") from None
+
+
+def find_free_port() -> int:
+    """A port of this machine, for a deployment that is all on it."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def _make_private(folder: Path) -> None:
