@@ -1,4 +1,4 @@
-"""For tests of frameworks: something that answers letters at sockets, and runs of the table of algorithms over a link."""
+"""For tests of frameworks: what answers letters at sockets, and runs of the table of algorithms over a link."""
 
 import contextlib
 import os

@@ -87,7 +87,14 @@ def test_keys_of_another_authority_get_nowhere_and_a_site_that_comes_later_is_ta
     assert federation.ask(sites="abcd") == {name: f"{name}hello".encode() for name in "abcd"}
 
 
-@pytest.mark.parametrize("what", ["a relay at a site", "the job beside the server", "the server"])
+KILLED = [
+    "the server",
+    pytest.param("the job beside the server", marks=pytest.mark.slow),
+    pytest.param("a relay at a site", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("what", KILLED)
 def test_what_is_killed_costs_time_and_no_answer(federation, what):
     assert federation.ask(timeout=120.0)["a"] == b"ahello"
     command = {"a relay at a site": "worker_process", "the server": "server_train"}.get(what, "runner_process")
