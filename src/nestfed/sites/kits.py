@@ -281,9 +281,72 @@ def _write_file(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+# ------------------------------------------------------------------------------------------------- what people read
+
+
 def _write_site_page(deployment: Deployment, site: str) -> str:
-    return ""
+    engine, address = deployment.engine, f"{deployment.server}:{deployment.port}"
+    return f"""# The kit of {site}
+
+With this folder {site} takes part in a training run. Its rows stay here; `docs/site.md` of nestfed says exactly what
+leaves. **The folder holds a private key: whoever has it is {site}.** Give it to nobody, and keep it readable by you
+alone (`chmod -R go-rwx .`). The keys end after {DAYS} days.
+
+1. Install, with Python 3.11 or newer, on a machine of this site that has the rows and may open connections to
+   {address} (nobody connects to it; {_SAYS_SECURITY[engine]}):
+
+       pip install 'nestfed[{engine}]'
+
+2. Draft the schema of the table (names, kinds and levels of columns; no statistics), read it, and send it to the
+   coordinator, who sends back the one on which all agree:
+
+       nestfed site schema --data my.csv --label ... --out {site}.toml
+
+3. Start, and leave it running until the coordinator says that all is done; Ctrl-C ends it. It may be started again at
+   any time:
+
+       nestfed site start . --data my.csv
+
+{_SAYS_CODE[engine]}
+"""
+
+
+_SAYS_SECURITY = {
+    "flare": "TLS with certificates on both sides",
+    "flower": "TLS, and the server knows this site by its key",
+}
+_SAYS_CODE = {
+    "flare": """No code comes from outside. A job of NVIDIA FLARE is a configuration here: `local/authorization.json` refuses code in
+jobs (`byoc`), shell commands and downloads, and `local/resources.json` allows the two classes that a job may name. Leave
+them as they are.""",
+    "flower": """Flower sends the code of an app along, and this machine runs it: here two lines that import what nestfed has
+installed. **Whoever may start runs at the SuperLink can run code here, as your user.** Ask the coordinator who that is,
+and run this kit as a user who can read these rows and nothing else.""",
+}
 
 
 def _write_coordinator_page(folder: Path, deployment: Deployment) -> str:
-    return ""
+    engine, sites = deployment.engine, ", ".join(deployment.sites)
+    mine = "`server` and `coordinator`" if engine == "flare" else "`server`"
+    return f"""# A deployment on {"NVIDIA FLARE" if engine == "flare" else "Flower"}: {sites}
+
+This folder was made by `nestfed deploy init`. Every folder in it that is named after a site is that site's kit and holds
+its private key: send it to that site alone, by a way that nobody else reads, and delete it here. The folders {mine} stay
+with the coordinator. The keys end after {DAYS} days, and no site can be added: make a new deployment for that.
+
+1. On this machine, which the sites must reach as {deployment.server}, port {deployment.port} (TCP):
+
+       pip install 'nestfed[{engine}]'
+
+2. Every site sends the draft of its schema; merge them, and send the result to all:
+
+       nestfed deploy schema {" ".join(f"{site}.toml" for site in deployment.sites)} --out schema.toml
+
+3. When the sites say that they have started (their README has the command), run. Settings are those of `nestfed run`:
+
+       nestfed deploy run . settings.toml
+
+   The run's folder has the history, the models and a report. It can be interrupted and goes on with `--resume`.
+
+To rehearse all of it on one machine: `nestfed deploy local fairness --sites {len(deployment.sites)} --engine {engine}`.
+"""
