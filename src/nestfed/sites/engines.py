@@ -4,10 +4,8 @@ import contextlib
 import importlib.util
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from nestfed.core.settings import UserError
 from nestfed.sites.keeper import Kept, keep

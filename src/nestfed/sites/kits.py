@@ -316,13 +316,17 @@ _SAYS_SECURITY = {
     "flower": "TLS, and the server knows this site by its key",
 }
 _SAYS_CODE = {
-    "flare": """No code comes from outside. A job of NVIDIA FLARE is a configuration here: `local/authorization.json` refuses code in
-jobs (`byoc`), shell commands and downloads, and `local/resources.json` allows the two classes that a job may name. Leave
-them as they are.""",
-    "flower": """Flower sends the code of an app along, and this machine runs it: here two lines that import what nestfed has
-installed. **Whoever may start runs at the SuperLink can run code here, as your user.** Ask the coordinator who that is,
-and run this kit as a user who can read these rows and nothing else.""",
+    "flare": """No code comes from outside. A job of NVIDIA FLARE is a configuration here: `local/authorization.json`
+refuses code in jobs (`byoc`), shell commands and downloads, and `local/resources.json` allows the two classes that a job
+may name. Leave them as they are.""",
+    "flower": """Flower sends the code of an app along, and this machine runs it: here three lines that import what
+nestfed has installed. **Whoever reaches the port of the SuperLink can start an app, and so run code here as your user**:
+Flower asks for no account. Ask the coordinator who reaches it, and run this kit as a user who can read these rows and
+nothing else.""",
 }
+
+
+_SAYS_PORT = {"flare": "", "flower": ", and nobody else: who reaches it can start apps at the sites"}
 
 
 def _write_coordinator_page(folder: Path, deployment: Deployment) -> str:
@@ -330,11 +334,11 @@ def _write_coordinator_page(folder: Path, deployment: Deployment) -> str:
     mine = "`server` and `coordinator`" if engine == "flare" else "`server`"
     return f"""# A deployment on {"NVIDIA FLARE" if engine == "flare" else "Flower"}: {sites}
 
-This folder was made by `nestfed deploy init`. Every folder in it that is named after a site is that site's kit and holds
-its private key: send it to that site alone, by a way that nobody else reads, and delete it here. The folders {mine} stay
-with the coordinator. The keys end after {DAYS} days, and no site can be added: make a new deployment for that.
+This folder was made by `nestfed deploy init`. Every folder in it that is named after a site is that site's kit and
+holds its private key: send it to that site alone, by a way that nobody else reads, and delete it here. What is left
+({mine}) stays with the coordinator. The keys end after {DAYS} days, and no site can be added: make a new deployment.
 
-1. On this machine, which the sites must reach as {deployment.server}, port {deployment.port} (TCP):
+1. On this machine, which the sites must reach as {deployment.server}, port {deployment.port} (TCP){_SAYS_PORT[engine]}:
 
        pip install 'nestfed[{engine}]'
 
