@@ -102,6 +102,10 @@ class Task:
         """What a run records, again as a client program; the default is the problem's objective over all rows."""
         return self.problem.metrics(server, client, data, fed)
 
+    def metrics_by_means(self, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
+        """What stands for `metrics` where these gather clients' values and may not: means alone."""
+        return self.problem.metrics(server, client, data, fed)
+
 
 def _check_weights(weights: Any, data: Rows) -> np.ndarray:
     if isinstance(weights, str):

@@ -120,6 +120,19 @@ class PooledTask(TabularTask):
         to = jnp.where(inside, start[:, None] + place[None], self.total)  # beyond the end: left out
         return jax.tree.map(lambda a: jnp.zeros(self.total, a.dtype).at[to].set(a, mode="drop"), theirs)
 
+    def metrics_by_means(self, server, client, data, fed):
+        """Loss and accuracy of all clients' rows of every part: what can be known from sums."""
+        theta = self.problem.params_of(server, client)
+        place = jnp.arange(data.largest, dtype=data.size.dtype)
+        rows, logits = data.take(jnp.minimum(place, data.size - 1)), self._logits(theta, data)
+        member = jax.nn.one_hot(rows["part"], len(PARTS)) * (place < data.size)[:, None]
+        loss = optax.sigmoid_binary_cross_entropy(logits, rows["label"])
+        values = jnp.stack([jnp.ones_like(loss), loss, (logits > 0) == (rows["label"] == 1)], 1)
+        totals = fed.mean(member.T @ values * data.constants["scale"])
+        share = lambda part, column: totals[part, column] / jnp.maximum(totals[part, 0], 1)
+        names = {"loss": 1, "accuracy": 2}
+        return {f"{part}_{name}": share(i, j) for i, part in enumerate(PARTS) for name, j in names.items()}
+
     def _logits(self, theta: PyTree, data: ClientRows) -> Array:
         """Of all of a client's rows, block by block; what lies behind them repeats the last one."""
         block = min(ROWS_AT_ONCE, data.largest)
