@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from nestfed import workbench
 from nestfed.data.partition import TEST
 from nestfed.workbench.request import Request
-from nestfed.workbench.scenarios.fair_problems import cells
+from nestfed.workbench.scenarios.fair_problems import mark_cells
 
 TOLERANCES = (0.002, 0.01, 0.03)  # of ExponentiatedGradient
 CONSTRAINTS = {"eqopp": "TruePositiveRateParity", "eqodds": "EqualizedOdds", "parity": "DemographicParity"}
@@ -88,7 +88,7 @@ def run_theirs(settings: dict[str, Any], seeds: int, metric: str) -> pd.DataFram
 
 def judge(chance: np.ndarray, label: np.ndarray, group: np.ndarray, groups: int, metric: str) -> dict[str, float]:
     """Of decisions that are positive with a chance."""
-    inside = np.asarray(cells(label, group, groups, metric)).astype(float)
+    inside = np.asarray(mark_cells(label, group, groups, metric)).astype(float)
     rates = inside @ chance / inside.sum(-1)
     right = np.where(label == 1, chance, 1 - chance)
     return {"gap": float(np.ptp(rates, axis=-1).max()), "accuracy": float(right.mean())}

@@ -33,7 +33,7 @@ import numpy as np
 
 import nestfed
 from nestfed.experiments.maml.data import SIDE, FederatedCharacters
-from nestfed.experiments.maml.task import CONV4, character_task
+from nestfed.experiments.maml.task import CONV4, make_character_task
 from nestfed.models import CNN
 
 LOCAL_STEPS, INNER_LR, LR, QUERIES = 10, 0.01, 0.001, 15  # steps so small that nothing diverges on random bytes
@@ -79,7 +79,9 @@ def operations(model: CNN, tasks: int) -> float:
 
 def nestfed_steps(size: Size, tasks: int, dtype: str) -> Callable[[int], None]:
     model = dataclasses.replace(size.model, dtype=None if dtype == "float32" else dtype)
-    made = character_task(make_data(size), model=model, queries=QUERIES, inner_lr=INNER_LR, batch_size=tasks, tasks=2)
+    made = make_character_task(
+        make_data(size), model=model, queries=QUERIES, inner_lr=INNER_LR, batch_size=tasks, tasks=2
+    )
     task = jax.device_put(made)
     algorithm = nestfed.make("fcsg", lr=LR, local_steps=LOCAL_STEPS)
     options: dict[str, Any] = {"client_axis": "vmap"}

@@ -87,7 +87,7 @@ def train(
     scenario = scenario_of(table, model=model)
     trials = set_up(scenario, seeds)
     for seed, setup in trials.setups.items():
-        algorithms = scenario.algorithms(method, setup, {})
+        algorithms = scenario.make_algorithms(method, setup, {})
         trace = run_method(trials, method, algorithms, seed, Budget(evaluations=evaluations), progress=False)
         rounds = [(stage.cost.round, stage.done) for stage in trace.stages]
         sent = {

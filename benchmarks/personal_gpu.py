@@ -37,7 +37,7 @@ from processes import print_table
 
 import nestfed
 from nestfed.experiments.personal.data import PersonalImages
-from nestfed.experiments.personal.task import COLOUR, GREY, ImageClasses, personal_task
+from nestfed.experiments.personal.task import COLOUR, GREY, ImageClasses, make_personal_task
 from nestfed.models import CNN
 
 LR, SERVER_LR, COUPLING, CLIP = 0.01, 0.001, 0.01, 10.0
@@ -96,7 +96,7 @@ def make_data(size: Size) -> list[tuple[np.ndarray, np.ndarray]]:
 def make_task(size: Size) -> Any:
     rows = nestfed.Rows.from_clients(make_data(size))
     images = PersonalImages(train=rows, test=rows, class_names=tuple("0123456789"))
-    return personal_task(images, ImageClasses(model=size.model), batch_size=size.batch)
+    return make_personal_task(images, ImageClasses(model=size.model), batch_size=size.batch)
 
 
 def mean_loss(size: Size, models: tuple[Any, Any]) -> float:

@@ -22,7 +22,7 @@ import pandas as pd
 from nestfed import workbench
 from nestfed.report import tables as report_tables
 from nestfed.report.statistics import pair
-from nestfed.report.style import numbers
+from nestfed.report.style import format_numbers
 
 TABLES: dict[str, dict[str, Any]] = {
     "bank": {"data": "bank", "clients": "job"},
@@ -151,7 +151,7 @@ def run_table(task: str, entry: Entry, name: str, seeds: int, changes: Mapping[s
         study = workbench.run(task, out=Path(folder) / "run", progress=False, **settings)
         record = study.record
     metrics = [metric.name for metric in record.metrics]
-    _, shown = report_tables.headline(record)
+    _, shown = report_tables.tabulate_headline(record)
     return {
         "command": record.about["command"],
         "seconds": round(time.monotonic() - began, 1),
@@ -189,7 +189,7 @@ def write_page(task: str, runs: Mapping[str, Mapping[str, Any]], judged: Sequenc
     verdict = {True: "holds", False: "missed", None: "not asked"}
 
     def cell(found: Mapping[str, Any]) -> str:
-        mean, low, high = numbers([found["mean"], found["low"], found["high"]], 3)
+        mean, low, high = format_numbers([found["mean"], found["low"], found["high"]], 3)
         return f"{mean} [{low}, {high}] {verdict[found['holds']]}"
 
     rows = [

@@ -22,7 +22,7 @@ from models import TABLES, markdown, measure, scenario_of, train
 
 from nestfed.data import TRAIN
 from nestfed.data.features import LevelTotals, Spreads, Totals, read_numbers
-from nestfed.data.table import categories, columns_of, is_number
+from nestfed.data.table import find_categories, is_number, list_columns
 
 BYTES = 4  # of a number
 DEPTH, RATE = 5, 0.1
@@ -55,7 +55,7 @@ def bin_rows(frame: pd.DataFrame, counted: np.ndarray, clients: list[np.ndarray]
     found = []
     for name, known in totals.columns.items():
         if isinstance(known, LevelTotals):
-            codes, names = categories(frame[name])
+            codes, names = find_categories(frame[name])
             levels = sorted(known.levels)
             found.append(np.array([levels.index(one) for one in names])[codes])
         else:
@@ -133,7 +133,7 @@ def run_trees(table: str, seed: int, trees: int, most: int) -> list[dict[str, An
     training = data.part == TRAIN
     members = [data.client == i for i in range(len(data.client_names))]
     bins = bin_rows(frame, training, members, most)
-    ordered = np.array([is_number(values) for _, values in columns_of(frame)])
+    ordered = np.array([is_number(values) for _, values in list_columns(frame)])
     clients = [np.flatnonzero(own & training) for own in members]
     found = []
     for number, (logits, traffic) in enumerate(boost(bins, ordered, data.label, clients, trees=trees), 1):

@@ -14,7 +14,7 @@ from nestfed import simulate
 from nestfed.algorithms import make
 from nestfed.cli import app
 from nestfed.data.images import Images
-from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
+from nestfed.experiments.auprc.data import deal_ranked, thin_out_second_half
 from nestfed.experiments.auprc.page import PUBLISHED
 from nestfed.experiments.auprc.plan import TITLES, Plan, Trainings
 from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, make_ranked_task
@@ -30,7 +30,7 @@ def images():
 
 
 def test_the_second_half_becomes_rare_and_tests_stay(images):
-    rare = rare_second_half(images, 0.2)
+    rare = thin_out_second_half(images, 0.2)
     assert rare.train_labels.sum() == 2 * 6 and (rare.train_labels == 0).sum() == 60
     first = np.flatnonzero(images.train_labels == 2)[:6]
     assert all((rare.train_images == images.train_images[i]).all((1, 2, 3)).any() for i in first)
@@ -38,7 +38,7 @@ def test_the_second_half_becomes_rare_and_tests_stay(images):
 
 
 def test_a_client_holds_negatives_first(images):
-    dealt = deal_ranked(rare_second_half(images, 0.5), clients=3, validation=0.2, seed=1)
+    dealt = deal_ranked(thin_out_second_half(images, 0.5), clients=3, validation=0.2, seed=1)
     rows = dealt.rows
     for start, size, positives in zip(rows.offsets, rows.sizes, rows.constants["positives"], strict=True):
         label = rows.columns["label"][start : start + size]
@@ -48,7 +48,7 @@ def test_a_client_holds_negatives_first(images):
 
 def test_fedavg_on_binary_images_records_the_exact_precision(images):
     model = CNN(layers=(Convolution(2, pool=2),), outputs=1)
-    dealt = deal_ranked(rare_second_half(images, 0.5), clients=2, validation=0.0, seed=0)
+    dealt = deal_ranked(thin_out_second_half(images, 0.5), clients=2, validation=0.0, seed=0)
     scores = ImageScores(model, (0.5,), (0.3,))
     params = model.init(jax.random.key(0), (4, 4, 1))
     task = make_ranked_task(ImageLoss(losses=BinaryLosses(scores)), dealt, params, scores=scores, batch_size=4)

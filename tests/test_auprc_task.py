@@ -24,8 +24,8 @@ from nestfed.report.record import Record
 from nestfed.uploads.privacy import LocalDP
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
-from nestfed.workbench.scenarios.auprc import EVERYBODY, Auprc, area_under_curve, average_precision
-from nestfed.workbench.scenarios.tabular import mean_loss
+from nestfed.workbench.scenarios.auprc import EVERYBODY, Auprc, make_area_under_curve, make_average_precision
+from nestfed.workbench.scenarios.tabular import make_mean_loss
 from nestfed.workbench.stages import Budget, run_method, set_up, sweep_method
 from nestfed.workbench.task_options import AuprcOptions
 
@@ -110,7 +110,7 @@ def test_training_rows_lie_positives_last_and_batches_are_stratified(scenario):
         label = rows.columns["label"][start : start + size]
         assert label[: size - number].sum() == 0 and label[size - number :].sum() == number
         assert number == ((data.client == k) & (data.part == TRAIN) & (data.label == 1)).sum()
-    task = average_precision(scenario, setup, None)
+    task = make_average_precision(scenario, setup, None)
     k = int(np.argmax(setup.positives))
     batch = task.sample(task.data.client(k), jax.random.key(0))
     assert batch.positive.sum() == scenario.batch_positives(setup) == 8 and batch.positive[:8].all()
@@ -121,18 +121,18 @@ def test_training_rows_lie_positives_last_and_batches_are_stratified(scenario):
 def test_clients_count_by_their_positives_and_who_has_none_not_at_all(scenario):
     setup = scenario.set_up(0)
     harbour = setup.data.client_names.index("harbour")
-    by_positives = average_precision(scenario, setup, None).weights
+    by_positives = make_average_precision(scenario, setup, None).weights
     np.testing.assert_allclose(by_positives, setup.positives / setup.positives.sum())
     assert by_positives[harbour] == 0
-    for other in (mean_loss, area_under_curve):
+    for other in (make_mean_loss, make_area_under_curve):
         np.testing.assert_allclose(other(scenario, setup, None).weights, setup.train_sizes / setup.train_sizes.sum())
     share = setup.positives.sum() / setup.train_sizes.sum()
-    assert area_under_curve(scenario, setup, None).problem.positive_share == pytest.approx(
+    assert make_area_under_curve(scenario, setup, None).problem.positive_share == pytest.approx(
         share
     )  # that of the pooled rows
     uniform = scenario.change(averaging="uniform")
-    np.testing.assert_allclose(average_precision(uniform, setup, None).weights, np.where(by_positives > 0, 0.5, 0))
-    np.testing.assert_allclose(mean_loss(uniform, setup, None).weights, 1 / 3)
+    np.testing.assert_allclose(make_average_precision(uniform, setup, None).weights, np.where(by_positives > 0, 0.5, 0))
+    np.testing.assert_allclose(make_mean_loss(uniform, setup, None).weights, 1 / 3)
 
 
 def test_estimates_of_positives_know_their_rows_where_seeds_share_a_pool(scenario):
@@ -155,7 +155,7 @@ def test_ranking_begins_with_the_model_of_fedavg_and_never_ends_below_it_on_vali
     trials = set_up(short, [0])
 
     def run(name, budget=Budget(evaluations=4), **changes):  # noqa: B008  (never changed)
-        algorithms = short.algorithms(name, trials.first, changes)
+        algorithms = short.make_algorithms(name, trials.first, changes)
         return run_method(trials, name, algorithms, 0, budget, progress=False)
 
     theta = lambda trace: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(trace.left.theta)])
@@ -277,7 +277,7 @@ def test_records_without_lines_have_no_chart():
     record = example()
     assert record.chart is None
     with pytest.raises(UserError, match="draws no lines"):
-        figures.chart(record)
+        figures.draw_chart(record)
 
 
 def test_cost_and_lists_know_the_task(call, path):
@@ -329,7 +329,7 @@ def test_the_usual_run_needs_no_option():
     setup = request.scenario.set_up(0)
     rates = [setup.data.label[setup.data.client == k].mean() for k in range(3)]
     assert max(rates) - min(rates) > 0.1 and (setup.positives > 0).all()
-    assert isinstance(average_precision(request.scenario, setup, None).problem, AveragePrecision)
+    assert isinstance(make_average_precision(request.scenario, setup, None).problem, AveragePrecision)
 
 
 def test_the_page_names_the_settings_that_hold():

@@ -15,7 +15,7 @@ from scipy import stats
 
 from nestfed import make, simulate, sweep
 from nestfed.core.settings import UserError
-from nestfed.engine.cohorts import chances_of, choose_cohort, cohort_rule, expected_weight
+from nestfed.engine.cohorts import choose_cohort, find_chances, find_expected_weight, make_cohort_rule
 from nestfed.problems.toys import quadratics
 from nestfed.uploads.privacy import CentralDP
 from nestfed.verbs.cost import measure
@@ -28,7 +28,7 @@ weights_and_size = st.lists(st.floats(0.01, 100), min_size=3, max_size=9).flatma
 
 def many_rounds(task, rule, rounds, key=0):
     """The participants of many rounds, side by side."""
-    key, chances = jax.random.key(key), chances_of(task.weights, rule)
+    key, chances = jax.random.key(key), find_chances(task.weights, rule)
     return jax.jit(jax.vmap(lambda r: choose_cohort(task, key, r, rule, chances=chances)))(jnp.arange(rounds))
 
 
@@ -42,8 +42,8 @@ def how_often(participants, clients):
 def test_chances_are_in_proportion_to_weights_and_at_most_one(drawn):
     weights, size = drawn
     weights = weights / weights.sum()
-    rule = cohort_rule(size, "weights", weights)
-    chances = np.asarray(chances_of(weights, rule)) * (size / len(weights) if rule.sampling == "uniform" else 1)
+    rule = make_cohort_rule(size, "weights", weights)
+    chances = np.asarray(find_chances(weights, rule)) * (size / len(weights) if rule.sampling == "uniform" else 1)
     assert_allclose(chances.sum(), size, rtol=1e-9)
     assert (chances <= 1 + 1e-12).all()
     below = chances < 1 - 1e-9
@@ -58,8 +58,8 @@ def test_chances_are_in_proportion_to_weights_and_at_most_one(drawn):
 def test_cohorts_by_weight_have_these_chances_and_weights_in_means_that_add_up_to_one(weights, size, precision):
     task = regression((4,) * 5, weights=weights)
     task = dataclasses.replace(task, weights=np.asarray(task.weights, precision))
-    rule = cohort_rule(size, "weights", task.weights)
-    participants, chances, rounds = many_rounds(task, rule, 4000), np.asarray(chances_of(task.weights, rule)), 4000
+    rule = make_cohort_rule(size, "weights", task.weights)
+    participants, chances, rounds = many_rounds(task, rule, 4000), np.asarray(find_chances(task.weights, rule)), 4000
     often = how_often(participants, 5)
     error = np.sqrt(chances * (1 - chances) / rounds)
     assert (np.abs(often - chances) <= 4.5 * error + 1e-6).all(), (often, chances)
@@ -73,13 +73,13 @@ def test_cohorts_by_weight_have_these_chances_and_weights_in_means_that_add_up_t
 
 def test_every_pair_of_clients_meets():
     task = regression((4,) * 6, weights=(0.3, 0.25, 0.2, 0.1, 0.1, 0.05))
-    participants = many_rounds(task, cohort_rule(2, "weights", task.weights), 4000)
+    participants = many_rounds(task, make_cohort_rule(2, "weights", task.weights), 4000)
     assert set(map(tuple, participants.position.tolist())) == set(itertools.combinations(range(6), 2))
 
 
 def test_equal_weights_are_drawn_uniformly_under_either_name():
     task = regression((4,) * 6)
-    by_weight, uniform = (cohort_rule(2, name, task.weights) for name in ("weights", "uniform"))
+    by_weight, uniform = (make_cohort_rule(2, name, task.weights) for name in ("weights", "uniform"))
     assert by_weight == uniform
     participants = many_rounds(task, uniform, 3000)
     pairs = [tuple(row) for row in participants.position.tolist()]
@@ -90,8 +90,8 @@ def test_equal_weights_are_drawn_uniformly_under_either_name():
 @pytest.mark.parametrize("weights", ["uniform", (0.5, 0.2, 0.1, 0.1, 0.05, 0.05)])
 def test_poisson_cohorts_are_independent_coins(weights):
     task, rounds = regression((4,) * 6, weights=weights), 4000
-    rule = cohort_rule(2, "poisson", task.weights)
-    participants, chances = many_rounds(task, rule, rounds), np.asarray(chances_of(task.weights, rule))
+    rule = make_cohort_rule(2, "poisson", task.weights)
+    participants, chances = many_rounds(task, rule, rounds), np.asarray(find_chances(task.weights, rule))
     assert_allclose(chances.sum(), 2)
     present = np.zeros((rounds, 6))
     np.put_along_axis(present, np.asarray(participants.position), np.asarray(participants.weight) > 0, axis=1)
@@ -105,12 +105,12 @@ def test_poisson_cohorts_are_independent_coins(weights):
 
 
 def test_room_for_poisson_cohorts_is_made_for_any_that_can_be_expected():
-    room = cohort_rule(50, "poisson", np.ones(100_000)).room
+    room = make_cohort_rule(50, "poisson", np.ones(100_000)).room
     assert 100 < room < 250
     assert stats.binom.sf(room, 100_000, 50 / 100_000) < 1e-19
-    assert cohort_rule(3, "poisson", np.ones(5)).room == 5
-    whole, largest = expected_weight(
-        np.full(10, 0.1), chances_of(np.full(10, 0.1), cohort_rule(2, "poisson", np.ones(10)))
+    assert make_cohort_rule(3, "poisson", np.ones(5)).room == 5
+    whole, largest = find_expected_weight(
+        np.full(10, 0.1), find_chances(np.full(10, 0.1), make_cohort_rule(2, "poisson", np.ones(10)))
     )
     assert_allclose([whole, largest], [1, 0.5])
 
@@ -248,7 +248,7 @@ def test_cohorts_follow_ids_not_positions():
     order = [2, 0, 3, 1]
     turned = dataclasses.replace(task, data=task.data.reorder(order), weights=weights[order])
     for sampling in ("weights", "poisson"):
-        rule = cohort_rule(2, sampling, weights)
+        rule = make_cohort_rule(2, sampling, weights)
         for round in range(20):
             one, other = (choose_cohort(t, jax.random.key(1), jnp.asarray(round), rule) for t in (task, turned))
             who = lambda participants: {

@@ -448,8 +448,10 @@ def test_multilevel_estimate_has_the_mean_of_the_whole_batch():
     # The statistic is sum p_i phi(l_i) for a function phi of the row, as a gradient is.
     batches = jnp.array(list(itertools.product([0.0, 2.0], repeat=8))).reshape(-1, 2, 4)
     statistic = lambda p, losses: jnp.sum(p * jnp.cos(3 * losses + 1))
-    at_level = lambda j: jax.vmap(lambda v: statistic(algorithm.worst_weights(v, shares, jnp.asarray(j)), v))(batches)
-    full = jax.vmap(lambda v: statistic(whole.worst_weights(v, shares, None), v))(batches)
+    at_level = lambda j: jax.vmap(lambda v: statistic(algorithm.find_worst_weights(v, shares, jnp.asarray(j)), v))(
+        batches
+    )
+    full = jax.vmap(lambda v: statistic(whole.find_worst_weights(v, shares, None), v))(batches)
     one_row = lambda v: jnp.zeros((2, 4)).at[:, 0].set(worst_case.chi_square(v[:, 0], 0.8, shares))
     smallest = jax.vmap(lambda v: statistic(one_row(v), v))(batches)
     assert 0.5 * at_level(1).mean() + 0.5 * at_level(2).mean() == pytest.approx(float(full.mean()), abs=1e-12)
@@ -458,7 +460,7 @@ def test_multilevel_estimate_has_the_mean_of_the_whole_batch():
 
 @pytest.mark.parametrize("levels", [1, 2, 4])
 def test_levels_have_their_chances(levels):
-    """The chances by which `worst_weights` divides: 2^-j, and for the last level what is left."""
+    """The chances by which `find_worst_weights` divides: 2^-j, and for the last level what is left."""
     keys = jax.vmap(jax.random.key)(jnp.arange(4000))
     found = jax.vmap(FastDRO(lr=0.1, levels=levels).level)(keys)
     for j in range(1, levels + 1):
@@ -474,7 +476,7 @@ def test_level_comes_from_the_key_of_the_step():
     levels = jax.vmap(algorithm.level)(keys)
     assert set(levels.tolist()) == {1, 2}
     answers = jax.vmap(lambda key: algorithm.answer(losses, weights, key))(keys)
-    expected = jax.vmap(lambda level: algorithm.worst_weights(losses, weights, level))(levels)
+    expected = jax.vmap(lambda level: algorithm.find_worst_weights(losses, weights, level))(levels)
     assert jnp.abs(answers - expected).max() < 1e-12
 
 

@@ -10,8 +10,13 @@ from numpy.testing import assert_allclose
 
 from nestfed.experiments import reproduce
 from nestfed.experiments.claims import judge
-from nestfed.experiments.counterexample.limits import averaging_limit, ds_limit, mixed_limit, printed_limit
-from nestfed.experiments.counterexample.page import check_claims, digits
+from nestfed.experiments.counterexample.limits import (
+    find_averaging_limit,
+    find_ds_limit,
+    find_mixed_limit,
+    find_printed_limit,
+)
+from nestfed.experiments.counterexample.page import check_claims, format_digits
 
 KEPT = Path(__file__).parent.parent / "experiments" / "counterexample"
 LIMIT = 1e-5
@@ -29,15 +34,15 @@ LIMIT = 1e-5
     ],
 )  # fmt: skip
 def test_limits_of_averaging_are_roots(name, steps, lr, expected):
-    assert averaging_limit(name, steps, lr) == pytest.approx(expected, abs=1e-7)
+    assert find_averaging_limit(name, steps, lr) == pytest.approx(expected, abs=1e-7)
 
 
 def test_limits_of_the_other_methods_are_those_of_the_specification():
-    assert printed_limit() == pytest.approx(0.45)
+    assert find_printed_limit() == pytest.approx(0.45)
     limits = {(0.001, 0.001, 2): 0.0060118, (0.001, 0.001, 8): 0.0413943, (0.04, 0.1, 2): 0.4766517, (0.04, 0.1, 1): 0}
     for settings, expected in limits.items():
-        assert ds_limit(*settings) == pytest.approx(expected, abs=1e-7)
-    assert mixed_limit(1.0) == pytest.approx(1.1686673, abs=1e-7)  # nothing is mixed
+        assert find_ds_limit(*settings) == pytest.approx(expected, abs=1e-7)
+    assert find_mixed_limit(1.0) == pytest.approx(1.1686673, abs=1e-7)  # nothing is mixed
 
 
 # ------------------------------------------------------------------------------------------------- the experiment
@@ -122,5 +127,5 @@ def test_a_verdict_follows_the_numbers():
 
 
 def test_numbers_below_the_resolution_are_shown_as_zero():
-    shown = digits(pd.DataFrame({"beta": [0.5], "limit": [-1e-9], "other": [np.nan]}))
+    shown = format_digits(pd.DataFrame({"beta": [0.5], "limit": [-1e-9], "other": [np.nan]}))
     assert shown.iloc[0].tolist() == ["0.5", "0.0000000", "–"]

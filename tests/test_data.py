@@ -33,19 +33,19 @@ from nestfed.data import (
     Encoder,
     Table,
     assign,
-    balanced_validation,
-    by_column,
-    by_ratios,
-    classes,
+    deal_by_column,
+    deal_by_ratios,
+    deal_classes,
+    deal_dirichlet,
+    deal_iid,
+    deal_shards,
     describe,
-    dirichlet,
+    describe_columns,
+    describe_groups,
+    draw_balanced_validation,
     federate,
-    iid,
     load,
-    overview,
-    shards,
     split_by_group,
-    summary,
 )
 from nestfed.data.features import BINS, Bins, Spreads, Totals
 from nestfed.data.federated import deal_table
@@ -91,7 +91,7 @@ def test_the_tool_checks_the_bundle(bundle_data, capsys, monkeypatch):
     bundle_data.check(shared_data())
     assert capsys.readouterr().out.splitlines() == ["adult: all 781472 values equal", "german: all 21000 values equal"]
     other = lambda name: load("adult-all").frame.assign(age=1)
-    monkeypatch.setattr(bundle_data, "bundled_frame", other)
+    monkeypatch.setattr(bundle_data, "read_bundled", other)
     with pytest.raises(AssertionError, match="age"):
         bundle_data.check(shared_data())
 
@@ -123,14 +123,14 @@ def test_every_source_is_read_from_the_folder_of_official_files(name, monkeypatc
     assert table.labels().sum() == SOURCES[name].positives
     federated = federate(table)
     assert np.isfinite(federated.inputs).all()
-    assert overview(table)["rows"].iloc[0] == len(table.frame)
+    assert describe_groups(table)["rows"].iloc[0] == len(table.frame)
     assert not {table.label, *table.drop} & {column.name for column in federated.encoder.columns}
 
 
 def test_adult_counts_of_the_specification():
     table = adult()
     assert load("adult-all").frame["part"].value_counts().to_dict() == {"train": 32561, "test": 16281}
-    counts = overview(table).query("column == 'race'")
+    counts = describe_groups(table).query("column == 'race'")
     assert counts["group"].tolist() == ["White", "Black", "Asian-Pac-Islander", "Amer-Indian-Eskimo", "Other"]
     assert counts["rows"].tolist() == [27816, 3124, 1039, 311, 271]
     assert counts["positives"].tolist() == [7117, 387, 276, 36, 25]
@@ -527,9 +527,9 @@ def test_every_row_has_one_client_and_every_client_a_row(drawn, seed, spec):
 def test_iid_parts_are_equal(rows, clients, seed):
     if rows < clients:
         with pytest.raises(UserError, match="got 0 rows"):
-            iid(rows, clients, seed)
+            deal_iid(rows, clients, seed)
         return
-    sizes = np.bincount(iid(rows, clients, seed), minlength=clients)
+    sizes = np.bincount(deal_iid(rows, clients, seed), minlength=clients)
     assert sizes.max() - sizes.min() <= 1
     assert sizes.sum() == rows
 
@@ -537,14 +537,14 @@ def test_iid_parts_are_equal(rows, clients, seed):
 @few
 @given(st.lists(st.integers(0, 3), min_size=40, max_size=200).map(np.array), seeds)
 def test_ratios_are_respected_within_rounding(values, seed):
-    table = counts(by_ratios(values, (2, 2, 6), seed), values)
+    table = counts(deal_by_ratios(values, (2, 2, 6), seed), values)
     for value, rows in enumerate(np.bincount(values)):
         assert np.abs(np.sort(table[:, value]) - np.array([0.2, 0.2, 0.6]) * rows).max() <= 1
 
 
 def test_ratios_are_dealt_independently_for_each_value():
     values = np.repeat([0, 1], 100)
-    largest = {tuple(counts(by_ratios(values, (2, 2, 6), seed), values).argmax(0)) for seed in range(60)}
+    largest = {tuple(counts(deal_by_ratios(values, (2, 2, 6), seed), values).argmax(0)) for seed in range(60)}
     assert largest == {(i, j) for i in range(3) for j in range(3)}
 
 
@@ -562,9 +562,9 @@ def test_strata_are_dealt_by_the_same_shares(values, seed):
 
 def test_dirichlet_is_even_for_large_alpha_and_uneven_for_small():
     labels = np.repeat([0, 1], 500)
-    even = counts(dirichlet(labels, 5, 1e6, 0), labels)
+    even = counts(deal_dirichlet(labels, 5, 1e6, 0), labels)
     assert np.abs(even - 100).max() <= 2
-    uneven = counts(dirichlet(labels, 5, 0.1, 0, at_least=10), labels)
+    uneven = counts(deal_dirichlet(labels, 5, 0.1, 0, at_least=10), labels)
     assert uneven.max() > 250
     assert uneven.sum(1).min() >= 10
     np.testing.assert_array_equal(uneven.sum(0), [500, 500])
@@ -572,7 +572,7 @@ def test_dirichlet_is_even_for_large_alpha_and_uneven_for_small():
 
 def test_shards_hold_few_labels():
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 20))
-    table = counts(shards(labels, 10, 2, 3), labels)
+    table = counts(deal_shards(labels, 10, 2, 3), labels)
     np.testing.assert_array_equal(table.sum(1), np.full(10, 20))  # two shards of ten rows
     assert (table > 0).sum(1).max() <= 2
     assert set(table.ravel()) == {0, 10} or set(table.ravel()) == {0, 10, 20}
@@ -584,22 +584,22 @@ def test_classes_are_exactly_as_many_as_asked_for(clients, per_client, seed):
     labels = np.repeat(np.arange(5), 9)
     if clients * per_client < 5:
         with pytest.raises(UserError, match="cannot hold every label"):
-            classes(labels, clients, per_client, seed)
+            deal_classes(labels, clients, per_client, seed)
         return
-    table = counts(classes(labels, clients, per_client, seed), labels)
+    table = counts(deal_classes(labels, clients, per_client, seed), labels)
     assert ((table > 0).sum(1) == per_client).all()
     assert table.shape[0] == clients
 
 
 def test_by_column():
-    client, names = by_column(pd.Series(["north", "south", "north", "7"], name="site"))
+    client, names = deal_by_column(pd.Series(["north", "south", "north", "7"], name="site"))
     assert client.tolist() == [0, 1, 0, 2]
     assert names == ("north", "south", "7")
-    assert by_column(pd.Series([3.0, 1.0]))[1] == ("3", "1")
+    assert deal_by_column(pd.Series([3.0, 1.0]))[1] == ("3", "1")
     with pytest.raises(UserError, match="'site' names no client in 1 of 2 rows"):
-        by_column(pd.Series(["a", None], name="site"))
+        deal_by_column(pd.Series(["a", None], name="site"))
     with pytest.raises(UserError, match="'site' names one client only \\(a\\)"):
-        by_column(pd.Series(["a", "a"], name="site"))
+        deal_by_column(pd.Series(["a", "a"], name="site"))
 
 
 @pytest.mark.parametrize(
@@ -633,7 +633,7 @@ def test_partitions_that_cannot_be(spec, clients, message):
 def test_a_seed_is_a_whole_number():
     for seed in (-1, 0.5, "a"):
         with pytest.raises(UserError, match="a seed is a whole number from 0"):
-            iid(10, 2, seed)
+            deal_iid(10, 2, seed)
 
 
 @few
@@ -653,7 +653,7 @@ def test_the_split_takes_the_same_number_of_each_group_for_all_seeds(groups, fra
 )
 def test_validation_is_balanced(drawn, seed, share, at_least):
     groups, client, available = (np.array(column) for column in zip(*drawn, strict=True))
-    mask = balanced_validation(groups, client, available, seed, share, at_least)
+    mask = draw_balanced_validation(groups, client, available, seed, share, at_least)
     assert not (mask & ~available).any()
     for k in np.unique(client[available]):
         sizes = np.bincount(groups[available & (client == k)], minlength=4)
@@ -691,7 +691,7 @@ def test_totals_are_the_same_for_all_seeds(name, partition):
         federated = federate(table, partition=partition, seed=seed)
         assert federated.inputs.dtype == np.float32
         assert federated.inputs.shape == (len(table.frame), len(federated.feature_names))
-        holdings = federated.holdings()
+        holdings = federated.count_holdings()
         assert holdings["rows"].sum() == len(table.frame)
         totals.add(tuple(holdings.query("part == 'test'").groupby("group")["rows"].sum().items()))
         dealt.add(federated.client.tobytes())
@@ -802,7 +802,7 @@ def test_named_clients_split_their_own_rows():
 
 def test_holdings_are_the_counts():
     federated = federate(small_table(), group="race")
-    frame = federated.holdings()
+    frame = federated.count_holdings()
     row = frame.query("client == 'client 2' and group == 'y' and label == 1 and part == 'train'")["rows"].item()
     mask = (federated.client == 1) & (federated.group == federated.group_names.index("y"))
     assert row == (mask & (federated.label == 1) & (federated.part == TRAIN)).sum() > 0
@@ -836,7 +836,7 @@ def test_data_need_no_matplotlib():
 
 
 def test_summary_names_roles():
-    frame = summary(small_table(client="site")).set_index("name")
+    frame = describe_columns(small_table(client="site")).set_index("name")
     assert frame["role"].to_dict() == {
         **{"size": "feature", "sex": "group", "race": "group"},
         **{"site": "client", "id": "dropped", "good": "label"},

@@ -26,7 +26,7 @@ from nestfed.verbs.messages import (
     Server,
     Ticket,
     only_task_of,
-    without_rows,
+    remove_rows,
 )
 
 RAGGED = (5, 9, 7)
@@ -72,7 +72,7 @@ def assert_clients_same(simulated, nodes, position):
 def test_ragged_nodes_hold_their_own_rows_only():
     algorithm, task, nodes, server = federation("fedbioacc")
     assert [len(nodes[k].task.data.columns[1]) for k in nodes] == list(RAGGED)
-    hidden = without_rows(task).data.columns
+    hidden = remove_rows(task).data.columns
     assert all(np.isnan(column).all() for column in hidden)
     simulated, position = simulate(algorithm, task, rounds=2, evaluate_every=None), run(server, nodes, 2)
     assert_same(simulated, position)

@@ -126,7 +126,7 @@ def test_hypergradient_on_rows_agrees_with_finite_differences(scope, start):
     x = np.array([-2.0, -3.0])
     exact = d.evaluate_at(task, d.gradients, x=x, y=np.array(start))
     assert exact["lower_residuals"].max() < 1e-12
-    assert_allclose(d.finite_differences(task, x=x), exact["gradient"], atol=1e-9)
+    assert_allclose(d.compute_finite_differences(task, x=x), exact["gradient"], atol=1e-9)
 
     def lower_gradient(y, inputs, targets):
         rest = inputs @ y - targets
@@ -170,7 +170,7 @@ def test_a_composition_on_rows_is_that_of_numpy_and_of_finite_differences(scope)
     outer = inner[:, 1] * np.cos(inner[:, 0]) + inner[:, 0] * [b.mean() for _, b in ragged_rows()]
     extra = [np.sin(a @ x).mean() for a, _ in ragged_rows()]
     assert_allclose(found["objective"], weights @ (outer + extra), rtol=1e-13)
-    assert_allclose(d.finite_differences(task, x=x), found["gradient"], atol=1e-9)
+    assert_allclose(d.compute_finite_differences(task, x=x), found["gradient"], atol=1e-9)
     assert_allclose(found["gradient_norm2"], np.sum(found["gradient"] ** 2), rtol=1e-13)
     assert_allclose(weights @ found["gradients"], found["gradient"], rtol=1e-13)
     distances = np.linalg.norm(found["gradients"] - found["gradient"], axis=1)
@@ -348,7 +348,7 @@ def test_what_a_diagnostic_cannot_do_is_said():
 
 @jax.jit
 def extremes(matrix):
-    return d.extreme_eigenvalues(lambda v: matrix @ v, matrix[0], jax.random.key(0))
+    return d.find_extreme_eigenvalues(lambda v: matrix @ v, matrix[0], jax.random.key(0))
 
 
 # The largest matrix has more dimensions than Lanczos has steps. Of multiple eigenvalues a Krylov space sees one.
@@ -377,7 +377,7 @@ def test_bias_of_a_neumann_series_is_its_closed_form():
     for client, (A, t) in enumerate([(1, 1), (3, 3)]):
         y = jnp.asarray(exact["lower_solutions"][client])
         neumann = lambda problem, draw: Neumann(terms=terms, lr=lr)(problem, [(x, y)], draw)[0]
-        error = d.estimator_error(task, neumann, exact["gradients"][client], client=client, repeats=2)
+        error = d.measure_estimator_error(task, neumann, exact["gradients"][client], client=client, repeats=2)
         assert_allclose(error.bias, (1 - lr * A) ** (terms + 1) / A * abs(y[0] - t), rtol=1e-10)
         assert_allclose([error.bias_error, error.variance], 0, atol=1e-12)
 
@@ -388,7 +388,7 @@ def test_a_stochastic_gradient_has_no_bias_and_the_variance_of_its_rows():
     rows = inputs * (inputs @ np.asarray(x) - targets)[:, None]
     variance = np.sum((rows - rows.mean(0)) ** 2) / len(rows) / 4
     gradient = lambda problem, draw: problem.gradient(x, draw(0))
-    error = d.estimator_error(task, gradient, rows.mean(0), client=client, repeats=4000)
+    error = d.measure_estimator_error(task, gradient, rows.mean(0), client=client, repeats=4000)
     assert_allclose(error.variance, variance, rtol=0.1)
     assert_allclose(error.bias_error, np.sqrt(variance / 4000), rtol=0.05)
     assert error.bias < 3 * error.bias_error
@@ -401,7 +401,7 @@ def test_the_bias_of_a_plug_in_falls_with_the_batch(batch):
     losses = np.asarray(square_losses(np.asarray(x), ragged_rows()[1], None))
     exact = -(losses.mean() ** 2) / (2 * 0.5)
     plug_in = lambda problem, draw: problem.outer_flat(problem.inner_value(x, draw(0)), draw(0))
-    error = d.estimator_error(task, plug_in, exact, client=1, repeats=20000)
+    error = d.measure_estimator_error(task, plug_in, exact, client=1, repeats=20000)
     expected = losses.var() / (2 * 0.5 * batch)
     assert abs(error.bias - expected) < 3 * error.bias_error
     assert error.bias > 10 * error.bias_error
@@ -416,7 +416,7 @@ def test_the_bias_of_kl_plugged_into_one_batch_is_about_inverse_to_its_size():
     biases = []
     for batch in (8, 32):
         task = ragged(KL(losses=square_losses, price=price), jnp.zeros(2), batch_size=batch)
-        error = d.estimator_error(task, plug_in, exact, client=1, repeats=20000)
+        error = d.measure_estimator_error(task, plug_in, exact, client=1, repeats=20000)
         assert_allclose(error.bias, price * relative / (2 * batch), atol=3 * error.bias_error, rtol=1 / batch)
         biases.append(error.bias)
     assert_allclose(biases[0] / biases[1], 4, rtol=0.3)
@@ -433,6 +433,6 @@ def test_variance_of_the_estimate_of_feddro_as_a_function_of_beta(beta):
         y, inner = old.mean(), lambda x: problem.inner_value(x, draw(0))
         return (1 - beta) * (y - inner(before)) + inner(after)
 
-    error = d.estimator_error(task, estimate, new.mean(), client=client, repeats=4000)
+    error = d.measure_estimator_error(task, estimate, new.mean(), client=client, repeats=4000)
     assert error.bias < 3 * error.bias_error
     assert_allclose(error.variance, np.var(new - (1 - beta) * old) / 2, rtol=0.1)

@@ -17,9 +17,9 @@ from nestfed.data.images import Images, deal_images
 from nestfed.experiments import cells
 from nestfed.experiments.claims import judge
 from nestfed.experiments.dro_images import data, page
-from nestfed.experiments.dro_images.data import last_of_first_half, shorten_first_half
+from nestfed.experiments.dro_images.data import mark_last_of_first_half, shorten_first_half
 from nestfed.experiments.dro_images.plan import CHOSEN_BY, QUICK, Trainings
-from nestfed.experiments.dro_images.task import ClassLimits, image_losses, image_task
+from nestfed.experiments.dro_images.task import ClassLimits, make_image_losses, make_image_task
 from nestfed.models import CNN, Convolution
 from nestfed.problems.robust import MeanLoss
 from nestfed.problems.toys import quadratics
@@ -43,9 +43,9 @@ def dealt(made):
 
 
 def test_metrics_are_those_of_numpy(dealt):
-    losses = image_losses(dealt, MODEL, vary=False)
+    losses = make_image_losses(dealt, MODEL, vary=False)
     params = MODEL.init(jax.random.key(0), (8, 8, 3))
-    task = image_task(MeanLoss(losses=losses), dealt, params, losses=losses, batch_size=4)
+    task = make_image_task(MeanLoss(losses=losses), dealt, params, losses=losses, batch_size=4)
     run = simulate(make("fedavg", lr=0.1), task, rounds=1, progress=False)
     params = task.problem.tree(0, run.server.x)
     parts = {
@@ -68,14 +68,14 @@ def test_metrics_are_those_of_numpy(dealt):
 def test_images_are_varied_in_training_only(dealt):
     params = MODEL.init(jax.random.key(0), (8, 8, 3))
     batch = {"image": dealt.test_images[:3], "label": dealt.test_labels[:3]}
-    varied, plain = image_losses(dealt, MODEL), image_losses(dealt, MODEL, vary=False)
+    varied, plain = make_image_losses(dealt, MODEL), make_image_losses(dealt, MODEL, vary=False)
     of = lambda losses, seed: np.asarray(losses(params, batch, jax.random.key(seed)))
     assert (of(varied, 0) == of(varied, 0)).all() and (of(varied, 0) != of(varied, 1)).any()
     assert (of(plain, 0) == of(plain, 1)).all()
 
 
 def test_limits_on_classes_are_right_on_average(dealt):
-    losses = image_losses(dealt, MODEL, vary=False)
+    losses = make_image_losses(dealt, MODEL, vary=False)
     params = MODEL.init(jax.random.key(1), (8, 8, 3))
     batch = {"image": dealt.rows.columns["image"], "label": dealt.rows.columns["label"]}
     shares = np.bincount(batch["label"]) / len(batch["label"])
@@ -91,7 +91,7 @@ def test_limits_on_classes_are_right_on_average(dealt):
 @pytest.mark.parametrize(("classes", "each", "rows"), [(10, 5000, 25500), (100, 500, 30000)])
 def test_sizes_of_the_short_sets(classes, each, rows):
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes, dtype=np.int32), each))
-    mask = last_of_first_half(labels, classes)
+    mask = mark_last_of_first_half(labels, classes)
     assert mask.sum() == rows
     counts = np.bincount(labels[mask])
     assert counts.tolist() == [100] * (classes // 2) + [each] * (classes // 2)
@@ -100,7 +100,7 @@ def test_sizes_of_the_short_sets(classes, each, rows):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=60).map(lambda drawn: np.array(drawn, np.int32)), st.integers(1, 9))
 def test_the_last_images_of_the_short_classes_are_kept(labels, keep):
-    mask = last_of_first_half(labels, 5, keep)
+    mask = mark_last_of_first_half(labels, 5, keep)
     for label in range(5):
         places = np.flatnonzero(labels == label)
         expected = places[-keep:] if label < 2 else places
@@ -110,14 +110,14 @@ def test_the_last_images_of_the_short_classes_are_kept(labels, keep):
 def test_at_least_one_image_is_kept():
     for keep in (0, -1, 2.5):
         with pytest.raises(UserError, match=f"keep={keep} was given"):
-            last_of_first_half(np.zeros(3, np.int32), 2, keep)
+            mark_last_of_first_half(np.zeros(3, np.int32), 2, keep)
 
 
 def test_the_subset_holds_the_short_classes():
     images = cifar10_subset()
     with np.load(shared_data() / "cifar10_subset_14000.npz") as file:
         place = file["train_index"]  # in the official 50,000
-    short = last_of_first_half(images.train_labels, 10)
+    short = mark_last_of_first_half(images.train_labels, 10)
     for label in range(5):
         mine = images.train_labels == label
         assert (short & mine).sum() == 100
@@ -194,7 +194,7 @@ def test_page_of_made_up_cells(tmp_path):
         cells.save(trainings.path(name), invented(name))
     text = page.EXPERIMENT.write(trainings, page.make_page(trainings)).read_text()
     assert "{{" not in text and "abacus" in text and text.count("Compared:") == 7
-    table = page.final_table(trainings).set_index(["method", "local steps"])
+    table = page.tabulate_final(trainings).set_index(["method", "local steps"])
     assert table.loc[("FedDRO", 1), "test accuracy"] == pytest.approx(0.801)
     assert table.loc[("FedDRO", 1), "exchanges"] == 8 and table.loc[("FedDRO", 1), "MB up per client"] == 4e-4
     verdicts = {one.claim.number: one.verdict for one in judge(page.check_claims(trainings))}

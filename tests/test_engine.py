@@ -30,7 +30,7 @@ from nestfed import (
     sweep,
 )
 from nestfed.engine import rounds
-from nestfed.engine.cohorts import choose_cohort, cohort_rule
+from nestfed.engine.cohorts import choose_cohort, make_cohort_rule
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.problems import SingleLevel
@@ -135,7 +135,7 @@ def test_the_data_order_does_not_depend_on_the_algorithm():
 
 def test_a_larger_cohort_contains_the_smaller_one_and_seeds_differ():
     task, key = regression((4,) * 20), jax.random.key(3)
-    rule = lambda size: cohort_rule(size, "weights", task.weights)
+    rule = lambda size: make_cohort_rule(size, "weights", task.weights)
     seats = lambda size, key=key: set(choose_cohort(task, key, jnp.asarray(7), rule(size)).id.tolist())
     assert seats(5) < seats(6) < seats(15)
     assert seats(10) != seats(10, jax.random.key(4))
@@ -209,7 +209,7 @@ def test_cohort_and_dropout_leave_absent_clients_untouched():
     task = regression(RAGGED)
     algorithm = make("scaffold", lr=0.05, local_steps=2)
     result = simulate(algorithm, task, 1, rounds=1, cohort=2)
-    seats = choose_cohort(task, jax.random.key(1), jnp.asarray(0), cohort_rule(2, "weights", task.weights))
+    seats = choose_cohort(task, jax.random.key(1), jnp.asarray(0), make_cohort_rule(2, "weights", task.weights))
     moved = np.any(np.asarray(result.clients.c_k) != 0, axis=1)
     assert sorted(np.flatnonzero(moved)) == sorted(seats.position.tolist())
     assert result.participants.tolist() == [2]
@@ -217,7 +217,7 @@ def test_cohort_and_dropout_leave_absent_clients_untouched():
 
 @pytest.mark.parametrize(("cohort", "expected"), [(None, None), (2, 2), (0.4, 2), (1.0, None), (0.01, 1), (1, 1)])
 def test_cohort_is_a_number_or_a_fraction(cohort, expected):
-    rule = cohort_rule(cohort, "uniform", np.ones(5))
+    rule = make_cohort_rule(cohort, "uniform", np.ones(5))
     assert (None if rule is None else rule.size) == expected
 
 

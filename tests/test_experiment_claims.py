@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from nestfed.experiments.cells import Cell
-from nestfed.experiments.claims import Claim, above, below, compare, exactly, holm, judge, judge_case, within
+from nestfed.experiments.claims import Claim, above, below, compare, correct_by_holm, exactly, judge, judge_case, within
 
 SEEDS = pd.Index(range(6))
 
@@ -55,8 +55,8 @@ def test_its_p_is_that_of_the_test_against_the_nearest_bound():
 
 
 def test_holm():
-    assert holm([0.01, np.nan, 0.04, 0.03]) == pytest.approx([0.03, np.nan, 0.06, 0.06], nan_ok=True)
-    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert correct_by_holm([0.01, np.nan, 0.04, 0.03]) == pytest.approx([0.03, np.nan, 0.06, 0.06], nan_ok=True)
+    assert correct_by_holm([0.6, 0.9]) == [1.0, 1.0]
 
 
 def test_a_claim_holds_where_all_cases_do_and_is_refuted_where_one_is():

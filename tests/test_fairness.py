@@ -16,9 +16,9 @@ from nestfed.data import TRAIN
 from nestfed.models import Perceptron
 from nestfed.problems.hypergradients import Dense
 from nestfed.workbench.scenarios import fairness
-from nestfed.workbench.scenarios.fair_problems import GroupWeights, WeightedRisk, soft_gap
-from nestfed.workbench.scenarios.fairness import Fairness, rates
-from nestfed.workbench.stages import Budget, best_changes, run_method, set_up, sweep_method
+from nestfed.workbench.scenarios.fair_problems import GroupWeights, WeightedRisk, compute_soft_gap
+from nestfed.workbench.scenarios.fairness import Fairness, compute_rates
+from nestfed.workbench.stages import Budget, find_best_changes, run_method, set_up, sweep_method
 from nestfed.workbench.task_options import FairnessOptions
 
 STEPS = 20
@@ -72,16 +72,16 @@ def test_t5_tiny_fair_logistic_bilevel():
 
 def test_fedreg_sees_no_gap_at_zero_logits_and_the_right_gap_elsewhere():
     model, batch = linear, TINY["train"]
-    assert float(soft_gap(model, jnp.zeros(2), batch, 2)) == 0
+    assert float(compute_soft_gap(model, jnp.zeros(2), batch, 2)) == 0
     theta = jnp.array([0.1, -0.3])
     soft = 1 / (1 + np.exp(-10 * np.asarray(linear(theta, batch["inputs"]))))
     label, group = np.asarray(batch["label"]), np.asarray(batch["group"])
     taus = [soft[(label == 1) & (group == a)].mean() for a in (0, 1)]
-    np.testing.assert_allclose(soft_gap(model, theta, batch, 2), max(taus) - min(taus), rtol=1e-12)
+    np.testing.assert_allclose(compute_soft_gap(model, theta, batch, 2), max(taus) - min(taus), rtol=1e-12)
     one_group = batch | {"label": batch["label"] * (batch["group"] == 0)}
-    assert float(soft_gap(model, theta, one_group, 2)) == 0
-    assert np.isfinite(jax.grad(lambda t: soft_gap(model, t, one_group, 2))(theta)).all()
-    three = soft_gap(model, theta, batch, 3)  # a group that nobody has is left out
+    assert float(compute_soft_gap(model, theta, one_group, 2)) == 0
+    assert np.isfinite(jax.grad(lambda t: compute_soft_gap(model, t, one_group, 2))(theta)).all()
+    three = compute_soft_gap(model, theta, batch, 3)  # a group that nobody has is left out
     np.testing.assert_allclose(three, max(taus) - min(taus), rtol=1e-12)
 
 
@@ -108,12 +108,12 @@ def test_perceptron_is_logistic_regression_without_hidden_layers():
 def test_rates_leave_out_empty_groups():
     #                  rows positives correct tp fp loss
     counts = jnp.array([[10, 4, 8, 3, 1, 2.0], [5, 0, 5, 0, 0, 1.0], [4, 2, 2, 1, 1, 3.0], [0, 0, 0, 0, 0, 0]])
-    values = rates(counts)
+    values = compute_rates(counts)
     assert float(values["eqopp"]) == pytest.approx(0.75 - 0.5)
     assert float(values["eqodds"]) == pytest.approx(0.5)  # false positive rates 1/6, 0, 1/2
     assert float(values["accuracy"]) == pytest.approx(15 / 19)
     assert float(values["loss"]) == pytest.approx(6 / 19)
-    assert float(rates(jnp.zeros((2, 6)))["eqopp"]) == 0
+    assert float(compute_rates(jnp.zeros((2, 6)))["eqopp"]) == 0
 
 
 # ------------------------------------------------------------------------------------------------- the task
@@ -121,7 +121,7 @@ def test_rates_leave_out_empty_groups():
 
 def test_batches_come_from_the_right_part_of_the_right_client(scenario, trials):
     setup = trials.first
-    task = fairness.weighted_risk(scenario, setup, None)
+    task = fairness.make_weighted_risk(scenario, setup, None)
     data = setup.data
     for number in range(task.clients):
         batch = task.sample(task.data.client(jnp.asarray(number)), jax.random.key(number))
@@ -135,7 +135,7 @@ def test_batches_come_from_the_right_part_of_the_right_client(scenario, trials):
 
 def test_full_batch_gives_the_gradient_over_all_rows(scenario, trials):
     setup = trials.first
-    task = fairness.group_minimax(scenario, setup, None)
+    task = fairness.make_group_minimax(scenario, setup, None)
     alpha = jnp.array([1.0, 2.0, 0.5, 3.0])
     for number in range(task.clients):
         batch = task.sample(task.data.client(jnp.asarray(number)), jax.random.key(0))
@@ -152,7 +152,7 @@ def test_full_batch_gives_the_gradient_over_all_rows(scenario, trials):
 @pytest.mark.parametrize("averaging", ["uniform", "samples"])
 def test_metrics_of_a_run_are_those_counted_on_the_host(scenario, trials, averaging):
     setup, scenario = trials.first, scenario.change(averaging=averaging)
-    task = fairness.weighted_risk(scenario, setup, None)
+    task = fairness.make_weighted_risk(scenario, setup, None)
     result = nestfed.simulate(nestfed.make("fedavg", lr=0.5, local_steps=5), task, rounds=2, evaluate_every=None)
     by_hand, slices = scenario.evaluate(setup, scenario.leave(task, result.server, result.clients))
     for name, value in by_hand.items():
@@ -170,7 +170,7 @@ def test_metrics_of_a_run_are_those_counted_on_the_host(scenario, trials, averag
 
 def test_two_stages_hand_the_weights_over(scenario, trials):
     setup = trials.first
-    algorithms = scenario.algorithms("fedbio", setup, {"lr": 1.0})
+    algorithms = scenario.make_algorithms("fedbio", setup, {"lr": 1.0})
     trace = run_method(trials, "fedbio", algorithms, 0, Budget(evaluations=4), progress=False)
     weights, model = trace.stages
     assert (weights.name, model.name) == ("weights", "model")
@@ -193,14 +193,14 @@ def test_a_row_of_a_sweep_over_seeds_is_the_run_of_that_seed(scenario, trials, n
     traces = swept.traces
     assert [(t.changes["lr"], t.seed) for t in traces] == [(0.05, 0), (0.05, 1), (0.5, 0), (0.5, 1)]
     chosen = traces[3]
-    algorithms = scenario.algorithms(name, trials.first, {"lr": 0.5})
+    algorithms = scenario.make_algorithms(name, trials.first, {"lr": 0.5})
     alone = run_method(trials, name, algorithms, 1, Budget(evaluations=2), progress=False)
     np.testing.assert_allclose(chosen.left.server.x, alone.left.server.x, rtol=1e-6, atol=1e-9)
     for mine, other in zip(chosen.stages, alone.stages, strict=True):
         assert set(mine.history) == set(other.history) and mine.participants.tolist() == other.participants.tolist()
         for key, values in mine.history.items():
             np.testing.assert_allclose(values, other.history[key], rtol=1e-6, atol=1e-7, err_msg=key)
-    best = best_changes(swept)
+    best = find_best_changes(swept)
     final = lambda lr: np.mean(
         [scenario.evaluate(trials.setups[t.seed], t.left)[0]["outer_loss"] for t in traces if t.changes["lr"] == lr]
     )
@@ -209,7 +209,7 @@ def test_a_row_of_a_sweep_over_seeds_is_the_run_of_that_seed(scenario, trials, n
 
 def test_a_sweep_refuses_tasks_that_do_not_fit_together(scenario, trials):
     first, second = trials.setups.values()
-    tasks = [fairness.weighted_risk(scenario, first, None), fairness.regularised_risk(scenario, second, None)]
+    tasks = [fairness.make_weighted_risk(scenario, first, None), fairness.make_regularised_risk(scenario, second, None)]
     algorithm = nestfed.make("fedavg", lr=0.1)
     with pytest.raises(nestfed.UserError, match="differ in more than numbers"):
         nestfed.sweep([algorithm], tasks, seeds=[0, 1], rounds=1)
@@ -220,9 +220,9 @@ def test_a_sweep_refuses_tasks_that_do_not_fit_together(scenario, trials):
 def test_diverging_settings_are_passed_over(trials):
     swept = sweep_method(trials, "fedavg", {}, {"lr": [1e30, 0.1]}, Budget(evaluations=1), progress=False)
     assert [t.status for t in swept.traces] == ["diverged"] * 2 + ["finished"] * 2
-    assert best_changes(swept) == {"lr": 0.1}
+    assert find_best_changes(swept) == {"lr": 0.1}
     with pytest.raises(nestfed.UserError, match="every setting of fedavg diverged"):
-        best_changes(dataclasses.replace(swept, traces=swept.traces[:2]))
+        find_best_changes(dataclasses.replace(swept, traces=swept.traces[:2]))
 
 
 def test_neumann_step_is_below_the_inverse_curvature(scenario, trials):
@@ -233,11 +233,11 @@ def test_neumann_step_is_below_the_inverse_curvature(scenario, trials):
         "train": rows(inputs, setup.data.label[setup.data.part == TRAIN], setup.data.group[setup.data.part == TRAIN])
     }
     flat, unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, theta))
-    problem = fairness.group_weights(scenario, setup, None).problem
+    problem = fairness.make_group_weights(scenario, setup, None).problem
     hessian = jax.hessian(lambda v: problem.lower(weights, unravel(v), batch, None))(flat)
     top = np.linalg.eigvalsh(hessian)[-1]
     assert setup.curvature + scenario.options.penalty == pytest.approx(
         top, rel=1e-4
     )  # attained at zero logits with weights of 2
-    (weights_stage, _) = scenario.algorithms("fedbio", setup, {})
+    (weights_stage, _) = scenario.make_algorithms("fedbio", setup, {})
     assert weights_stage.hypergradient.lr == pytest.approx(1 / top, rel=0.05)

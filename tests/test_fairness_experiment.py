@@ -6,14 +6,14 @@ from pathlib import Path
 from shared import shared_data
 
 from nestfed.data import Encoder, load
-from nestfed.experiments.fairness.data import with_slip
+from nestfed.experiments.fairness.data import add_slip
 from nestfed.experiments.fairness.page import EXPERIMENT
 from nestfed.experiments.fairness.plan import PAPER, Trainings
 
 
 def features(table, *without):
     """The columns that may be features, encoded as released; those of groups are removed first."""
-    slipped = with_slip(table, without)
+    slipped = add_slip(table, without)
     return Encoder.fit(slipped.frame[slipped.features(without)], "minimax-fair").names
 
 

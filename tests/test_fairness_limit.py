@@ -24,10 +24,10 @@ from nestfed.workbench.scenarios.fair_limit import (
     bound_gap,
     choose,
     choose_thresholds,
+    compute_logit,
     count,
+    count_scores,
     describe,
-    histogram,
-    logit_of_bin,
 )
 from nestfed.workbench.scenarios.fair_problems import PRICE_SPEED, GapWeights, LimitedGaps
 from nestfed.workbench.scenarios.fairness import Fairness
@@ -62,9 +62,9 @@ def test_thresholds_of_a_tiny_table_are_those_worked_out_by_hand():
     """Group 0 alone is best served from 0.65 on (5 of 6 right, all of its three positives found), group 1 from 0.9 on
     (4 of 6, one of three), or from 0.45 on (4 of 6, two of three). Equal rates: three of three costs group 1 one row
     more (0.2 on: 3 right), two of three costs none of group 0's rows (from 0.85 on: 5 right) and none of group 1's."""
-    counts = histogram(SCORE, LABEL, GROUP, 2)
+    counts = count_scores(SCORE, LABEL, GROUP, 2)
     chosen = choose_thresholds(counts, "eqopp", 0.0)
-    decisions = SCORE > 1 / (1 + np.exp(-logit_of_bin(chosen)))[GROUP] - 1e-9
+    decisions = SCORE > 1 / (1 + np.exp(-compute_logit(chosen)))[GROUP] - 1e-9
     assert decisions.tolist() == [1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert (decisions == LABEL).sum() == 9 and gap_by_hand(decisions, "eqopp") == 0
 
@@ -75,15 +75,15 @@ def test_no_pair_of_thresholds_within_the_limit_is_right_more_often(metric, limi
     cuts = np.append(np.unique(SCORE), 2.0)
     every = [SCORE >= np.where(GROUP == 0, a, b) for a, b in itertools.product(cuts, cuts)]
     best = max((d == LABEL).sum() for d in every if gap_by_hand(d, metric) <= limit + 1e-9)
-    chosen = choose_thresholds(histogram(SCORE, LABEL, GROUP, 2), metric, limit)
-    decisions = SCORE > 1 / (1 + np.exp(-logit_of_bin(chosen)))[GROUP] - 1e-9
+    chosen = choose_thresholds(count_scores(SCORE, LABEL, GROUP, 2), metric, limit)
+    decisions = SCORE > 1 / (1 + np.exp(-compute_logit(chosen)))[GROUP] - 1e-9
     assert (decisions == LABEL).sum() == best and gap_by_hand(decisions, metric) <= limit + 1e-9
 
 
 def test_histograms_of_clients_add_up():
     first = np.arange(len(SCORE)) % 2 == 0
-    parts = [histogram(SCORE[rows], LABEL[rows], GROUP[rows], 2) for rows in (first, ~first)]
-    np.testing.assert_array_equal(sum(parts), histogram(SCORE, LABEL, GROUP, 2))
+    parts = [count_scores(SCORE[rows], LABEL[rows], GROUP[rows], 2) for rows in (first, ~first)]
+    np.testing.assert_array_equal(sum(parts), count_scores(SCORE, LABEL, GROUP, 2))
 
 
 # ------------------------------------------------------------------------------------------------- the bound

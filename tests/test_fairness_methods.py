@@ -11,8 +11,8 @@ from hypothesis.extra.numpy import arrays
 from scipy.optimize import linprog
 
 from nestfed import Rows, Task, UserError, advance, make, simulate, start, struct
-from nestfed.algorithms.fcfl import Upload, disparity_share
-from nestfed.algorithms.fedminmax import nearest_weights
+from nestfed.algorithms.fcfl import Upload, find_disparity_share
+from nestfed.algorithms.fedminmax import find_nearest_weights
 from nestfed.problems import Constrained, Minimax
 
 
@@ -140,7 +140,7 @@ def test_mistakes_of_minimax_users_are_explained():
         Task.create(OneNumber(), data, (jnp.zeros(3), jnp.ones(2)))
 
 
-PROJECT = jax.jit(jax.vmap(nearest_weights, in_axes=(0, None, None)))  # once: compiling takes longer than running
+PROJECT = jax.jit(jax.vmap(find_nearest_weights, in_axes=(0, None, None)))  # once: compiling takes longer than running
 
 
 @given(
@@ -165,7 +165,7 @@ def test_nearest_weights_are_the_projection(point, known, floor, dtype):
 
 def test_t21_two_gradients():
     loss, disparity = jnp.array([1.0, 0.0]), jnp.array([-0.5, 1.0])
-    share = disparity_share(loss, disparity, jnp.asarray(True))
+    share = find_disparity_share(loss, disparity, jnp.asarray(True))
     assert float(share) == pytest.approx(2 / 3, abs=1e-12)
     assert (1 - share) * loss + share * disparity == pytest.approx([0, 2 / 3], abs=1e-12)
 
@@ -177,7 +177,7 @@ def test_t21_two_gradients():
 )
 @settings(deadline=None)
 def test_the_program_of_stage_one(loss, disparity, excess):
-    share = float(disparity_share(jnp.asarray(loss), jnp.asarray(disparity), jnp.asarray(excess)))
+    share = float(find_disparity_share(jnp.asarray(loss), jnp.asarray(disparity), jnp.asarray(excess)))
     g = np.stack([loss, disparity])
     gain = g @ (disparity if excess else loss)
     condition = -(g @ loss)[None] if excess else np.zeros((1, 2))

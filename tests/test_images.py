@@ -23,11 +23,11 @@ from shared import cifar10_subset, shared_data
 from nestfed.core.settings import UserError
 from nestfed.data import (
     Images,
-    channel_statistics,
+    crop_and_flip,
     deal_images,
     load_images,
+    measure_channels,
     normalise,
-    random_crop_flip,
 )
 from nestfed.data.images import IMAGE_SOURCES, read_idx
 from nestfed.report.figures import draw_holdings
@@ -225,7 +225,7 @@ def test_mnist(monkeypatch):
     assert images.train_labels[:5].tolist() == [5, 0, 4, 1, 9]
     assert images.test_labels[:5].tolist() == [7, 2, 1, 0, 4]
     assert np.bincount(images.train_labels)[[0, 1, 5]].tolist() == [5923, 6742, 5421]
-    mean, deviation = channel_statistics(images.train_images)
+    mean, deviation = measure_channels(images.train_images)
     np.testing.assert_allclose([mean[0], deviation[0]], [0.1307, 0.3081], atol=1e-4)  # as everybody quotes them
 
 
@@ -394,7 +394,7 @@ def test_every_image_is_dealt_once(partition):
 def test_who_holds_which_class():
     dealt = deal_images(numbered_images(), partition="classes:2", clients=4)
     assert len(dealt.validation_labels) == 0
-    frame = dealt.holdings()
+    frame = dealt.count_holdings()
     assert frame["rows"].sum() == 400
     assert frame.groupby("client")["group"].nunique().tolist() == [2, 2, 2, 2]
     rows = dealt.rows
@@ -426,7 +426,7 @@ def test_what_cannot_be_dealt(arguments, message):
 def test_normalised_images_have_mean_zero_and_deviation_one():
     pixels = pixels_of(30) // 2
     pixels[..., 2] = 7  # one value only: nothing to divide by
-    mean, deviation = channel_statistics(pixels)
+    mean, deviation = measure_channels(pixels)
     assert mean.dtype == deviation.dtype == np.float32
     inputs = jax.jit(normalise)(pixels, mean, deviation)
     assert inputs.dtype == jnp.float32 and inputs.shape == pixels.shape
@@ -449,7 +449,7 @@ def candidates(image: np.ndarray, padding: int) -> np.ndarray:
 @pytest.mark.parametrize(("padding", "shape"), [(4, (32, 32, 3)), (1, (5, 4, 1)), (0, (3, 3, 2))])
 def test_every_crop_is_one_of_the_candidates(padding, shape):
     images = np.random.default_rng(0).normal(size=(24, *shape)).astype(np.float32)
-    crop = jax.jit(random_crop_flip, static_argnames="padding")
+    crop = jax.jit(crop_and_flip, static_argnames="padding")
     moved = np.asarray(crop(images, jax.random.key(0), padding=padding))
     np.testing.assert_array_equal(crop(images, jax.random.key(0), padding=padding), moved)
     assert not np.array_equal(crop(images, jax.random.key(1), padding=padding), moved)
@@ -461,7 +461,7 @@ def test_all_candidates_are_equally_likely():
     image = np.random.default_rng(0).normal(size=(10, 10, 1))
     known = {view.tobytes(): i for i, view in enumerate(candidates(image, 4))}
     assert len(known) == 162
-    moved = np.asarray(random_crop_flip(np.broadcast_to(image, (16200, 10, 10, 1)), jax.random.key(5)))
+    moved = np.asarray(crop_and_flip(np.broadcast_to(image, (16200, 10, 10, 1)), jax.random.key(5)))
     counts = np.bincount([known[view.tobytes()] for view in moved], minlength=162)
     assert chisquare(counts).pvalue > 1e-3
 
@@ -469,6 +469,6 @@ def test_all_candidates_are_equally_likely():
 def test_clients_vary_their_own_images():
     images = np.random.default_rng(0).normal(size=(3, 6, 8, 8, 3))
     keys = jax.random.split(jax.random.key(0), 3)
-    together = jax.vmap(random_crop_flip)(images, keys)
+    together = jax.vmap(crop_and_flip)(images, keys)
     for k in range(3):
-        np.testing.assert_array_equal(together[k], random_crop_flip(images[k], keys[k]))
+        np.testing.assert_array_equal(together[k], crop_and_flip(images[k], keys[k]))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy.optimize import linprog
 
-from nestfed.algorithms.fcfl import pareto_weights
+from nestfed.algorithms.fcfl import find_pareto_weights
 from nestfed.algorithms.interior_point import minimise_form_on_simplex
 
 PRESENT = lambda number: st.lists(st.booleans(), min_size=number, max_size=number).filter(any)
@@ -69,7 +69,7 @@ def test_pareto_weights_solve_the_linear_program(kind, number, seed, dtype):
     present[np.sort(random.choice(MOST, number, replace=False))] = True
     everyone = np.full((MOST, DIMENSIONS), 1e6, dtype)  # what is absent must not even set the scale
     everyone[present] = g
-    weights = np.asarray(jax.jit(pareto_weights)(everyone, target, present), float)
+    weights = np.asarray(jax.jit(find_pareto_weights)(everyone, target, present), float)
     assert not weights[~present].any()
     a, g, target = weights[present], g.astype(float), target.astype(float)
 
@@ -94,7 +94,7 @@ def test_pareto_direction_ignores_order_and_absent_rows(number, seed):
     g = random.normal(size=(number, 8)) + random.normal(size=8)
     target, order = g.mean(0), random.permutation(number)
     here = np.ones(number, bool)
-    direction = lambda g, present: np.asarray(jax.jit(pareto_weights)(g, target, present)) @ g
+    direction = lambda g, present: np.asarray(jax.jit(find_pareto_weights)(g, target, present)) @ g
     expected = direction(g, here)
     assert direction(g[order], here) == pytest.approx(expected, abs=1e-9)
     assert direction(np.concatenate([g, 3 * g]), np.append(here, ~here)) == pytest.approx(expected, abs=1e-9)

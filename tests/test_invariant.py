@@ -22,11 +22,11 @@ from nestfed.experiments.invariant.task import (
     InnerMeanDrawn,
     InvariantLogistic,
     MeanOfLosses,
-    expected_softplus,
-    invariant_task,
-    labels,
-    standard_normal,
-    true_model,
+    compute_expected_softplus,
+    draw_normal,
+    draw_true_model,
+    label_points,
+    make_invariant_task,
 )
 
 TRUTH = jnp.array([1.0, -0.5, 0.25])
@@ -43,14 +43,14 @@ def softplus(y):
 @pytest.mark.parametrize(("views", "expected"), [(1, 0.6424954), (10, 0.3518373), (100, 0.3171868)])
 def test_t9_the_loss_of_one_point(views, expected):
     """By SciPy's adaptive quadrature. (The 0.6434, 0.3520, 0.3175 of the specification are means of samples.)"""
-    found = float(expected_softplus(jnp.asarray(-1.0), jnp.asarray(2 / views**0.5)))
+    found = float(compute_expected_softplus(jnp.asarray(-1.0), jnp.asarray(2 / views**0.5)))
     exact, _ = integrate.quad(lambda z: softplus(-1 - 2 / views**0.5 * z) * stats.norm.pdf(z), -12, 12)
     assert found == pytest.approx(exact, abs=1e-10) and found == pytest.approx(expected, abs=1e-7)
 
 
 def test_t9_without_noise():
-    assert float(expected_softplus(jnp.asarray(-1.0), jnp.asarray(0.0))) == pytest.approx(0.3132617, abs=1e-7)
-    row = invariant.one_point_table().iloc[1]
+    assert float(compute_expected_softplus(jnp.asarray(-1.0), jnp.asarray(0.0))) == pytest.approx(0.3132617, abs=1e-7)
+    row = invariant.tabulate_one_point().iloc[1]
     assert_allclose(row[1:].astype(float), [0.3132617, 0.3518373, 0.6424954], atol=1e-7)
 
 
@@ -58,7 +58,7 @@ def test_t9_without_noise():
 def test_quadrature_holds_for_narrow_and_wide_normals(deviation):
     near = lambda z: softplus(0.3 + deviation * z) * stats.norm.pdf(z)
     exact = sum(integrate.quad(near, *ends, epsabs=1e-13)[0] for ends in ((-12, -1), (-1, 1), (1, 12)))
-    assert float(expected_softplus(jnp.asarray(0.3), jnp.asarray(deviation))) == pytest.approx(exact, rel=1e-8)
+    assert float(compute_expected_softplus(jnp.asarray(0.3), jnp.asarray(deviation))) == pytest.approx(exact, rel=1e-8)
 
 
 @pytest.mark.parametrize("kind", [InvariantLogistic, MeanOfLosses])
@@ -82,7 +82,7 @@ def test_objectives_are_means_over_samples(kind):
 
 def test_normal_numbers_are_normal():
     for dtype in (jnp.float32, jnp.float64):
-        drawn = np.asarray(standard_normal(jax.random.key(3), (200, 100), dtype))
+        drawn = np.asarray(draw_normal(jax.random.key(3), (200, 100), dtype))
         assert drawn.shape == (200, 100) and drawn.dtype == dtype and np.isfinite(drawn).all()
         assert stats.kstest(drawn.ravel(), "norm").pvalue > 0.01
         assert abs(np.corrcoef(drawn[:, 0], drawn[:, 1])[0, 1]) < 0.25
@@ -128,7 +128,7 @@ def test_with_one_view_all_three_are_one():
 
 def test_metrics_of_clients_that_differ():
     """F is the mean over clients' own; accuracy is that of numpy and close to the angle between x and the truth."""
-    task = invariant_task(InvariantLogistic(truth=TRUTH), clients=4, shift=0.5, aside={"test": 8000}, seed=2)
+    task = make_invariant_task(InvariantLogistic(truth=TRUTH), clients=4, shift=0.5, aside={"test": 8000}, seed=2)
     run = simulate(make("fcsg", lr=0.1), task, rounds=3, progress=False)
     x, centers = run.server.x, task.data.constants
     last = {name: float(values[-1]) for name, values in run.history.items()}
@@ -138,21 +138,21 @@ def test_metrics_of_clients_that_differ():
     assert last["test_accuracy"] == pytest.approx(np.mean(np.sign(points @ x) == np.sign(points @ TRUTH)))
     assert last["norm"] == pytest.approx(np.linalg.norm(x))
     assert_allclose(points.reshape(2000, 4, 3).mean(0), centers, atol=5 / 2000**0.5)
-    same = invariant_task(InvariantLogistic(truth=TRUTH), clients=4, aside={"test": 40_000}).aside["test"]
+    same = make_invariant_task(InvariantLogistic(truth=TRUTH), clients=4, aside={"test": 40_000}).aside["test"]
     angle = np.arccos(X @ TRUTH / np.linalg.norm(X) / np.linalg.norm(TRUTH))
-    assert np.mean(labels(same, X) == labels(same, TRUTH)) == pytest.approx(1 - angle / np.pi, abs=0.01)
+    assert np.mean(label_points(same, X) == label_points(same, TRUTH)) == pytest.approx(1 - angle / np.pi, abs=0.01)
 
 
 def test_refusals():
     problem = InvariantLogistic(truth=TRUTH)
     with pytest.raises(UserError, match="10 points of 'test' cannot come equally from 4 clients"):
-        invariant_task(problem, clients=4, aside={"test": 10})
+        make_invariant_task(problem, clients=4, aside={"test": 10})
     with pytest.raises(UserError, match="shift=-1"):
-        invariant_task(problem, shift=-1)
+        make_invariant_task(problem, shift=-1)
     with pytest.raises(UserError, match="noise=-1"):
-        invariant_task(InvariantLogistic(truth=TRUTH, noise=-1.0))
+        make_invariant_task(InvariantLogistic(truth=TRUTH, noise=-1.0))
     with pytest.raises(UserError, match="inner_samples=2"):
-        invariant_task(InnerMeanDrawn(truth=TRUTH, inner_samples=2))
+        make_invariant_task(InnerMeanDrawn(truth=TRUTH, inner_samples=2))
 
 
 # ------------------------------------------------------------------------------------------------- the experiment
@@ -184,13 +184,13 @@ def test_settings_are_chosen_on_other_seeds_and_points(tmp_path):
 def test_limits_are_minimisers():
     """Noise shortens the minimiser, m views make it that of noise / sqrt(m), and its direction is nearly right."""
     plan = dataclasses.replace(QUICK, noises=(0.5, 1.0), views=(1, 4))
-    table = invariant.limits_table(plan).set_index(["noise", "m"])
+    table = invariant.tabulate_limits(plan).set_index(["noise", "m"])
     assert_allclose(table.loc[(1.0, 4)], table.loc[(0.5, 1)], rtol=1e-6)
     assert table.loc[(1.0, 1), "its length"] < table.loc[(0.5, 1), "its length"]
     assert (table["its accuracy"] > 0.99).all()
-    problem = InnerMeanDrawn(truth=true_model(3), noise=1.0)
-    nearby = [float(problem.plug_in_objective(r * true_model(3), jnp.zeros(3))) for r in np.linspace(0.1, 3, 30)]
-    scaled = np.linspace(0.1, 3, 30)[int(np.argmin(nearby))] * np.linalg.norm(true_model(3))
+    problem = InnerMeanDrawn(truth=draw_true_model(3), noise=1.0)
+    nearby = [float(problem.plug_in_objective(r * draw_true_model(3), jnp.zeros(3))) for r in np.linspace(0.1, 3, 30)]
+    scaled = np.linspace(0.1, 3, 30)[int(np.argmin(nearby))] * np.linalg.norm(draw_true_model(3))
     assert table.loc[(1.0, 1), "its length"] == pytest.approx(scaled, rel=0.15)
 
 
@@ -249,10 +249,10 @@ def test_page_of_made_up_cells(tmp_path):
     assert "abacus" in text and "tables/tried.csv" in text
     tried = pd.read_csv(tmp_path / "tables" / "tried.csv")
     assert len(tried) == 2 * (3 * 4 + 2) and (tried.taken == (tried.lr == 0.1)).all()
-    equal = invariant.equal_steps_table(tried, 2.0, 1)
+    equal = invariant.tabulate_equal_steps(tried, 2.0, 1)
     assert equal["method"].tolist() == ["FCSG", "FCSG-M", "Acc-FCSG-M"] and np.isnan(equal["beta"][0])
     assert_allclose(equal["step size 0.1"] - equal["step size 0.2"], 0.1)
-    table = invariant.final_table(trainings).set_index(["noise", "m", "method"])
+    table = invariant.tabulate_final(trainings).set_index(["noise", "m", "method"])
     row = table.loc[(2.0, 1, "FCSG")]
     assert row["test accuracy"] == pytest.approx(0.95 - 0.04 - 0.001 * 1.15 - 0.1)
     assert row["F"] == pytest.approx(0.1 + 0.4 + 0.0015) and row["diverged"] == 0

@@ -10,8 +10,8 @@ from nestfed.core.jax_internals import (
     count_programs,
     depends_on,
     drop_unused,
+    find_trace_level,
     prove_common,
-    trace_level,
 )
 
 
@@ -41,7 +41,7 @@ def test_the_level_of_tracing_changes_in_loops_and_transformations():
     seen = []
 
     def look(value):
-        seen.append(trace_level())
+        seen.append(find_trace_level())
         return value
 
     @jax.jit

@@ -18,7 +18,7 @@ from numpy.testing import assert_allclose
 from scipy.optimize import brentq, minimize, minimize_scalar
 
 from nestfed import ALGORITHMS, Rows, Task, make, simulate, struct
-from nestfed.engine.cohorts import chances_of, choose_cohort, cohort_rule
+from nestfed.engine.cohorts import choose_cohort, find_chances, make_cohort_rule
 from nestfed.problems import Conditional, Constrained, GaussianEncoder, Minimax, Personalised, SingleLevel
 from nestfed.problems.hypergradients import Dense
 from nestfed.problems.ranking import AveragePrecision
@@ -68,8 +68,8 @@ def run(name: str, limit: Limit) -> dict[str, np.ndarray]:
 def present_sets() -> list[tuple[float, np.ndarray]]:
     """(how often, who is there) over many rounds."""
     task = Task.create(Quadratic(), clients(A, C), jnp.zeros(()), weights=W)
-    rule = cohort_rule(COHORT, "weights", W)
-    chances, key, rate = chances_of(task.weights, rule), jax.random.key(0), jnp.asarray(DROPOUT)
+    rule = make_cohort_rule(COHORT, "weights", W)
+    chances, key, rate = find_chances(task.weights, rule), jax.random.key(0), jnp.asarray(DROPOUT)
     draw = jax.jit(jax.vmap(lambda r: choose_cohort(task, key, r, rule, rate, chances=chances)))
     seats = draw(jnp.arange(40_000))
     there = np.zeros((40_000, 4), bool)

@@ -28,7 +28,7 @@ from nestfed.experiments.maml.data import (
     read_prepared,
 )
 from nestfed.experiments.maml.plan import QUICK, TITLES, Plan, Trainings
-from nestfed.experiments.maml.task import CONV4, Characters, character_task, sine_task
+from nestfed.experiments.maml.task import CONV4, Characters, make_character_task, make_sine_task
 from nestfed.models import CNN, Convolution
 from nestfed.problems import Conditional
 from nestfed.problems.maml import MAML
@@ -283,9 +283,9 @@ def test_all_classes_of_a_client_are_drawn(few, drawn):
 
 def test_impossible_tasks_are_refused(few):
     with pytest.raises(UserError, match="shots=6 and queries=15 were given, but there are 20 drawings"):
-        character_task(few, model=SMALL, shots=6)
+        make_character_task(few, model=SMALL, shots=6)
     with pytest.raises(UserError, match="a client has 2 characters.*ways=9"):
-        character_task(few, model=dataclasses.replace(SMALL, outputs=9))
+        make_character_task(few, model=dataclasses.replace(SMALL, outputs=9))
 
 
 def test_network_is_the_paper_s():
@@ -294,7 +294,7 @@ def test_network_is_the_paper_s():
 
 
 def test_evaluation_is_the_mean_after_three_steps(few):
-    task = character_task(few, model=SMALL, tasks=4, at_once=2, queries=3)
+    task = make_character_task(few, model=SMALL, tasks=4, at_once=2, queries=3)
     problem, params = task.problem, task.problem.tree(0, task.params[0])
     found = jax.jit(lambda x: task.metrics(SimpleNamespace(x=x), None, None, None))(task.params[0])
 
@@ -315,7 +315,7 @@ def test_evaluation_is_the_mean_after_three_steps(few):
 
 def test_sine_waves_are_learnt():
     """Phases of a client lie in its range, and training makes adaptation better."""
-    task = sine_task(clients=2, own_phases=True, tasks=50)
+    task = make_sine_task(clients=2, own_phases=True, tasks=50)
     for client, (low, high) in enumerate([(0, np.pi / 2), (np.pi / 2, np.pi)]):
         (amplitude, phase) = jax.vmap(lambda k: task.problem.sample_task(task.data.client(client), k)[1])(
             jax.random.split(jax.random.key(0), 200)
@@ -375,9 +375,9 @@ def test_page_of_made_up_cells(tmp_path):
         save(trainings.path(name), invented(name))
     text = maml.EXPERIMENT.write(trainings, maml.make_page(trainings)).read_text()
     assert "Not run yet: sine (clients alike), sine (every client its own phases)." in text and "abacus" in text
-    table = maml.final_table(trainings, "omniglot", ["1"]).set_index("method")
+    table = maml.tabulate_final(trainings, "omniglot", ["1"]).set_index("method")
     assert table.loc["FCSG-M", "test accuracy"] == pytest.approx(0.921)
-    weights = maml.weight_table(trainings, trainings.list_finished()).set_index("method")
+    weights = maml.tabulate_weights(trainings, trainings.list_finished()).set_index("method")
     assert weights.loc["Local-SCGDM", "inner_lr = 0.5"] == pytest.approx(
         0.88 + 0.5 + 0.05
     )  # the best of its step sizes

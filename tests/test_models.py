@@ -29,15 +29,15 @@ from nestfed.models import (
     average_pool,
     batch_norm,
     conv2d,
+    convert_to_planes,
     convolve,
     describe_model,
+    find_image_model,
+    find_model,
     group_norm,
-    image_model_named,
     init_kernel,
+    make_model,
     max_pool,
-    model_from,
-    model_named,
-    planes_of,
 )
 from nestfed.problems import SingleLevel
 from nestfed.workbench import task_options
@@ -219,7 +219,7 @@ def test_residual_block_with_empty_branches_is_its_shortcut():
     for _, second in extractor["blocks"]:
         second["norm"]["scale"] = jnp.zeros_like(second["norm"]["scale"])
     stem = extractor["stem"]
-    values = jax.nn.relu(group_norm(stem["norm"], convolve(planes_of(images), stem["kernel"])))
+    values = jax.nn.relu(group_norm(stem["norm"], convolve(convert_to_planes(images), stem["kernel"])))
     features = jax.jit(model.features)(extractor, images)
     close(features[:, :8], values[:, ::2, ::2].mean((1, 2)).T)
     close(features[:, 8:], 0)
@@ -263,7 +263,7 @@ def test_a_model_of_rows_is_its_two_parts(model):
     joined = model.join(body, head)
     jax.tree.map(np.testing.assert_array_equal, joined, params)
     close(model(params, inputs), model.decide(head, model.represent(body, inputs))[:, 0])
-    assert model_from(json.loads(json.dumps(describe_model(model)))) == model
+    assert make_model(json.loads(json.dumps(describe_model(model)))) == model
 
 
 def test_the_tabular_network_adds_embeddings_and_looks_at_one_row_alone():
@@ -361,7 +361,7 @@ ROLES = {"label": "ill", "positive": "yes", "clients": "site", "group": "sex"}
 @pytest.mark.parametrize("task", TASKS)
 def test_every_method_of_every_task_has_its_derivatives_of_the_tabular_network(task, table, tmp_path):
     """Every method's round is traced: products with Hessians, gradients of gradients, heads and bodies."""
-    prices = workbench.cost_table(task, data=str(tmp_path / "my.csv"), model="tabular", batch_size=4, **ROLES)
+    prices = workbench.tabulate_costs(task, data=str(tmp_path / "my.csv"), model="tabular", batch_size=4, **ROLES)
     assert set(prices["method"]) == {method.title for method in SCENARIOS[task].methods.values()}
 
 
@@ -387,16 +387,16 @@ def test_a_network_trained_by_a_nested_method_finds_what_nothing_linear_does(tab
 
 
 def test_models_by_name():
-    assert model_named("logistic") == Perceptron() and model_named("network") == Perceptron((64,))
+    assert find_model("logistic") == Perceptron() and find_model("network") == Perceptron((64,))
     assert tuple(MODELS) == task_options.MODELS
-    assert image_model_named("resnet20") == ResNet() and image_model_named("cnn") == CNN()
+    assert find_image_model("resnet20") == ResNet() and find_image_model("cnn") == CNN()
     assert all(entry.description for entry in (*MODELS.values(), *IMAGE_MODELS.values()))
     with pytest.raises(UserError, match=r"no model 'logistics' for rows of numbers; did you mean 'logistic'\?"):
-        model_named("logistics")
+        find_model("logistics")
     with pytest.raises(UserError, match=r"no model 'ResNet-20' for images; did you mean 'resnet20'\?"):
-        image_model_named("ResNet-20")
+        find_image_model("ResNet-20")
     with pytest.raises(UserError, match="no model 'transformer' for images; Known are cnn, resnet20"):
-        image_model_named("transformer")
+        find_image_model("transformer")
 
 
 @pytest.mark.parametrize("kind", [CNN, ResNet])

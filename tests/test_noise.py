@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 from nestfed import make, simulate, struct, sweep
-from nestfed.core.noise import chacha20_block, fresh_key, key_of_bytes, repeatable_key
+from nestfed.core.noise import compute_chacha20_block, convert_to_key, draw_fresh_key, make_repeatable_key
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
@@ -71,19 +71,19 @@ def test_blocks_are_those_of_the_standard():
     """RFC 8439, 2.3.2 and the first three of appendix A.1."""
     words = lambda text: np.frombuffer(bytes.fromhex(text), np.uint32)
     key, nonce = bytes(range(32)).hex(), "000000090000004a00000000"
-    block = np.asarray(chacha20_block(words(key), jnp.uint32(1), words(nonce)))
+    block = np.asarray(compute_chacha20_block(words(key), jnp.uint32(1), words(nonce)))
     assert block.tobytes().hex() == (
         "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4ed2826446079faa0914c2d705d98b02a2b5129cd1de164eb9"
         "cbd083e8a2503c4e"
     )
     zero = np.zeros(8, np.uint32)
     for counter, start_ in ((0, "76b8e0ada0f13d90405d6ae55386bd28"), (1, "9f07e7be5551387a98ba977c732d080d")):
-        block = np.asarray(chacha20_block(zero, jnp.uint32(counter), zero[:3]))
+        block = np.asarray(compute_chacha20_block(zero, jnp.uint32(counter), zero[:3]))
         assert block.tobytes().hex().startswith(start_)
 
 
 def test_keys_work_as_those_of_jax():
-    key = key_of_bytes(bytes(range(32)))
+    key = convert_to_key(bytes(range(32)))
     normal = np.asarray(jax.random.normal(key, (40_000,)))
     assert stats.kstest(normal, "norm").pvalue > 1e-3
     folded = [np.asarray(jax.random.normal(jax.random.fold_in(key, i), (SIZE,))) for i in range(3)]
@@ -97,9 +97,9 @@ def test_keys_work_as_those_of_jax():
 def test_keys_are_fresh_unless_a_number_is_given():
     run = jax.random.key(0)
     data = lambda key: jax.random.key_data(key).tolist()
-    assert data(fresh_key()) != data(fresh_key())
-    assert data(repeatable_key(3, run)) == data(repeatable_key(3, run))
-    assert len({tuple(data(repeatable_key(n, jax.random.key(r)))) for n in (3, 2**40 + 3) for r in (0, 1)}) == 4
+    assert data(draw_fresh_key()) != data(draw_fresh_key())
+    assert data(make_repeatable_key(3, run)) == data(make_repeatable_key(3, run))
+    assert len({tuple(data(make_repeatable_key(n, jax.random.key(r)))) for n in (3, 2**40 + 3) for r in (0, 1)}) == 4
     with pytest.raises(UserError, match="noise_seed='3'.*whole number"):
         simulate(FEDAVG, regression(), rounds=1, uploads=LOCAL, noise_seed="3", progress=False)
 
@@ -115,7 +115,7 @@ def test_two_runs_with_one_seed_share_no_noise(uploads, axis):
     earlier = [simulate(FEDAVG, silence(), 5, rounds=1, uploads=LOCAL, noise_seed=1, **QUIET) for _ in range(2)]
     assert np.array_equal(*(run.server.x for run in earlier))  # unless that is asked for, and then it is said
     assert any("noise_seed, which is for tests" in note for note in earlier[0].remarks)
-    assert earlier[0].spending.summary(1)["noise"] == "repeatable: for tests"
+    assert earlier[0].spending.summarise(1)["noise"] == "repeatable: for tests"
 
 
 def test_rounds_repeated_from_one_state_share_no_noise():

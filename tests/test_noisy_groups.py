@@ -17,15 +17,15 @@ from nestfed.data import TEST, TRAIN, VALIDATION, load
 from nestfed.experiments.dro_fairness.data import (
     BucketEncoder,
     NoisyGroups,
-    adult_noisy_groups,
-    proxy_groups,
-    with_proxies,
+    append_proxies,
+    deal_noisy_groups,
+    draw_proxies,
 )
 
 
 @functools.cache
 def adult() -> NoisyGroups:
-    return adult_noisy_groups()
+    return deal_noisy_groups()
 
 
 # ------------------------------------------------------------------------------------------------- features
@@ -118,7 +118,7 @@ def test_features_tell_minorities_but_not_the_three_groups():
 )
 def test_parts_and_clients(arguments, shares):
     clients = arguments.get("clients", 8)
-    data = adult_noisy_groups(**arguments)
+    data = deal_noisy_groups(**arguments)
     for group in range(3):
         mine = data.part[data.true_group == group]
         for part, share in zip((TRAIN, VALIDATION, TEST), shares, strict=True):
@@ -128,11 +128,11 @@ def test_parts_and_clients(arguments, shares):
         assert sizes.max() - sizes.min() <= 1
         assert abs(sizes.sum() - share * 48842) <= 3
     assert len(data.client_names) == clients == data.client.max() + 1
-    assert data.holdings()["rows"].sum() == 48842
+    assert data.count_holdings()["rows"].sum() == 48842
 
 
 def test_seeds_deal_anew():
-    one, again, other = adult_noisy_groups(clients=3), adult_noisy_groups(clients=3), adult_noisy_groups(seed=1)
+    one, again, other = deal_noisy_groups(clients=3), deal_noisy_groups(clients=3), deal_noisy_groups(seed=1)
     np.testing.assert_array_equal(one.part, again.part)
     np.testing.assert_array_equal(one.client, again.client)
     np.testing.assert_array_equal(one.part, adult().part)  # the number of clients does not change the split
@@ -153,7 +153,7 @@ def test_seeds_deal_anew():
 )
 def test_what_cannot_be(arguments, message):
     with pytest.raises(UserError, match=message):
-        adult_noisy_groups(**arguments)
+        deal_noisy_groups(**arguments)
 
 
 # ------------------------------------------------------------------------------------------------- proxies
@@ -161,7 +161,7 @@ def test_what_cannot_be(arguments, message):
 
 def test_the_share_of_wrong_proxies():
     true = adult().true_group
-    proxy = np.asarray(proxy_groups(true, 0.3, 0))
+    proxy = np.asarray(draw_proxies(true, 0.3, 0))
     assert proxy.dtype == np.int32
     wrong = proxy != true
     # Within four standard deviations of 0.3, in every group alike.
@@ -176,7 +176,7 @@ def test_the_share_of_wrong_proxies():
 @pytest.mark.parametrize(("noise", "groups"), [(0.0, 3), (1.0, 3), (0.5, 2), (0.8, 5)])
 def test_other_noise_and_other_numbers_of_groups(noise, groups):
     true = np.arange(6000) % groups
-    proxy = np.asarray(proxy_groups(true, noise, 7, groups=groups))
+    proxy = np.asarray(draw_proxies(true, noise, 7, groups=groups))
     moves = np.bincount((proxy - true) % groups, minlength=groups)
     shares = np.array([1 - noise, *[noise / (groups - 1)] * (groups - 1)])
     assert (np.abs(moves - 6000 * shares) <= 4 * np.sqrt(6000 * shares * (1 - shares))).all()
@@ -184,28 +184,28 @@ def test_other_noise_and_other_numbers_of_groups(noise, groups):
 
 def test_proxies_are_drawn_anew_by_seed_and_epoch():
     true = np.zeros(2000, int)
-    draws = [np.asarray(proxy_groups(true, 0.3, seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)]
-    np.testing.assert_array_equal(draws[1], proxy_groups(true, 0.3, 0, epoch=1))
+    draws = [np.asarray(draw_proxies(true, 0.3, seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    np.testing.assert_array_equal(draws[1], draw_proxies(true, 0.3, 0, epoch=1))
     for i in range(4):
         for j in range(i):
             # Both wrong: 0.09 of the rows if the draws are independent.
             assert abs(((draws[i] > 0) & (draws[j] > 0)).mean() - 0.09) < 0.03
 
 
-batch_proxies = jax.jit(lambda group, row, epoch: proxy_groups(group, 0.3, 4, epoch=epoch, row=row))
+batch_proxies = jax.jit(lambda group, row, epoch: draw_proxies(group, 0.3, 4, epoch=epoch, row=row))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 499), min_size=8, max_size=8), st.integers(0, 5))
 def test_a_batch_has_the_proxies_of_its_rows(rows, epoch):
     true = np.arange(500) % 3
-    everybody = np.asarray(proxy_groups(true, 0.3, 4, epoch=epoch))
+    everybody = np.asarray(draw_proxies(true, 0.3, 4, epoch=epoch))
     np.testing.assert_array_equal(batch_proxies(true[rows], np.array(rows), epoch), everybody[rows])
 
 
 def test_proxies_become_features():
     inputs = np.arange(6, dtype=np.float32).reshape(3, 2)
-    extended = jax.jit(with_proxies)(inputs, jnp.array([2, 0, 1]))
+    extended = jax.jit(append_proxies)(inputs, jnp.array([2, 0, 1]))
     assert extended.dtype == jnp.float32
     np.testing.assert_array_equal(extended, [[0, 1, 0, 0, 1], [2, 3, 1, 0, 0], [4, 5, 0, 1, 0]])
 
@@ -213,4 +213,4 @@ def test_proxies_become_features():
 def test_noise_is_a_share():
     for noise in (-0.1, 1.5):
         with pytest.raises(UserError, match=f"noise={noise} was given"):
-            proxy_groups(np.zeros(3, int), noise, 0)
+            draw_proxies(np.zeros(3, int), noise, 0)

@@ -17,10 +17,10 @@ from nestfed import Sample, Task, UserError, make, simulate
 from nestfed.experiments import reproduce
 from nestfed.experiments.cells import Cell
 from nestfed.experiments.dro_fairness import plan as dro_fairness
-from nestfed.experiments.dro_fairness.data import NoisyGroups, proxy_groups
+from nestfed.experiments.dro_fairness.data import NoisyGroups, draw_proxies
 from nestfed.experiments.dro_fairness.page import EXPERIMENT
 from nestfed.experiments.dro_fairness.plan import QUICK, Plan, Training, Trainings
-from nestfed.experiments.dro_fairness.task import EqualOpportunity, noisy_groups_task
+from nestfed.experiments.dro_fairness.task import EqualOpportunity, make_noisy_groups_task
 from nestfed.models import Perceptron
 
 MODEL, FEATURES, GROUPS = Perceptron(), 4, 3
@@ -192,10 +192,10 @@ def measured(task, x, data=None) -> dict[str, float]:
 @pytest.mark.parametrize("reference", ["rows", "positives"])
 def test_metrics_are_the_rates_of_pooled_rows(reference):
     data = few()
-    task = noisy_groups_task(data, reference=reference, margin=0.03, seed=5)
+    task = make_noisy_groups_task(data, reference=reference, margin=0.03, seed=5)
     x = jnp.asarray(np.random.default_rng(1).normal(size=task.params[0].size))
     found = measured(task, x)
-    proxy = np.asarray(proxy_groups(data.true_group, 0.3, 5))
+    proxy = np.asarray(draw_proxies(data.true_group, 0.3, 5))
     inputs = np.concatenate([data.inputs, np.eye(GROUPS)[proxy]], 1)
     (layer,) = task.problem.tree(0, x)
     logit = inputs @ np.asarray(layer["weight"])[:, 0] + np.asarray(layer["bias"])[0]
@@ -217,7 +217,7 @@ def test_metrics_are_the_rates_of_pooled_rows(reference):
 
 
 def test_the_objective_recorded_is_the_one_that_is_minimised():
-    task = noisy_groups_task(few(clients=1), resample=False)
+    task = make_noisy_groups_task(few(clients=1), resample=False)
     x = jnp.asarray(np.random.default_rng(2).normal(size=task.params[0].size))
     columns = dict(task.data.columns)
     columns["inputs"] = np.concatenate([columns["inputs"], np.eye(GROUPS)[columns["proxy"]]], 1)
@@ -230,7 +230,7 @@ def test_the_objective_recorded_is_the_one_that_is_minimised():
 def test_a_group_without_positives_violates_nothing():
     data = few()
     alone = dataclasses.replace(data, label=np.where((data.true_group == 2) & (data.part == 2), 0, data.label))
-    task = noisy_groups_task(alone)
+    task = make_noisy_groups_task(alone)
     found = measured(task, task.params[0])
     rates = [found["test_tpr_a"], found["test_tpr_b"]]
     assert np.isnan(found["test_tpr_c"])
@@ -246,7 +246,7 @@ def test_batches_have_fresh_proxies_and_no_true_group():
     data = few()
     number = np.arange(len(data.label), dtype=np.float32)
     # A feature that names the row: what happened to it can be traced.
-    task = noisy_groups_task(dataclasses.replace(data, inputs=number[:, None]), batch_size=8)
+    task = make_noisy_groups_task(dataclasses.replace(data, inputs=number[:, None]), batch_size=8)
     drawn = batches(task, 500)
     assert set(drawn) == {"inputs", "label", "proxy"}
     rows = np.asarray(drawn["inputs"])[..., 0].astype(int)
@@ -260,13 +260,13 @@ def test_batches_have_fresh_proxies_and_no_true_group():
     assert ((share > 0) & (share < 1)).mean() > 0.9  # about 22 draws of each row: nearly all were right and wrong
     kept = batches(dataclasses.replace(task, resample=False), 500)
     assert_array_equal(kept["inputs"][..., 0], drawn["inputs"][..., 0])
-    assert_array_equal(kept["proxy"], np.asarray(proxy_groups(data.true_group, 0.3, 0))[rows])
+    assert_array_equal(kept["proxy"], np.asarray(draw_proxies(data.true_group, 0.3, 0))[rows])
 
 
 def test_shares_are_those_of_training_rows():
     data = few()
-    task = noisy_groups_task(data, seed=3)
-    proxy = np.asarray(proxy_groups(data.true_group, 0.3, 3))
+    task = make_noisy_groups_task(data, seed=3)
+    proxy = np.asarray(draw_proxies(data.true_group, 0.3, 3))
     training = data.part == 0
     expected = np.bincount(proxy[training], data.label[training]) / training.sum()
     assert_allclose(task.problem.shares, expected, rtol=1e-6)
@@ -276,11 +276,11 @@ def test_shares_are_those_of_training_rows():
 def test_a_proxy_without_positives_is_refused():
     data = dataclasses.replace(few(), label=np.zeros(900, np.int32))
     with pytest.raises(UserError, match="no positive training row has the proxy 'a'"):
-        noisy_groups_task(data)
+        make_noisy_groups_task(data)
 
 
 def test_training_lowers_the_objective():
-    task = noisy_groups_task(few(), batch_size=32)
+    task = make_noisy_groups_task(few(), batch_size=32)
     history = simulate(make("feddro", lr=0.3), task, rounds=60, evaluate_every=60).history
     assert history["train_objective"][-1] < history["train_objective"][0] - 0.02
 
@@ -289,7 +289,7 @@ def test_training_lowers_the_objective():
 
 
 def test_clients_of_weight_zero_change_nothing():
-    task = noisy_groups_task(few(clients=2))
+    task = make_noisy_groups_task(few(clients=2))
     algorithm = make("mbsgd", lr=0.1)
     tasks = task, dro_fairness._add_empty_clients(task, 4)
     alone, among_empty = (simulate(algorithm, one, rounds=3, evaluate_every=None) for one in tasks)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestfed.core.settings import UserError
-from nestfed.data import federate, overview, read_table, summary
+from nestfed.data import describe_columns, describe_groups, federate, read_table
 
 ROWS = 24
 
@@ -85,7 +85,7 @@ def test_identifiers_are_left_out_and_noted(tmp_path):
         "'name' was left out: 24 different values in 24 rows are no categories",
         "'row' was left out: it counts the rows",
     )
-    assert summary(table)["role"].tolist() == ["feature", "feature", "dropped", "label", "dropped", "dropped"]
+    assert describe_columns(table)["role"].tolist() == ["feature", "feature", "dropped", "label", "dropped", "dropped"]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,13 @@ def test_odd_labels_are_complained_about(tmp_path):
 def test_missing_groups_are_a_group(tmp_path):
     sex = [None if i < 6 else "m" for i in range(ROWS)]
     table = read_table(write(tmp_path / "p.csv", people(sex=sex)), label="paid", group="sex")
-    assert overview(table)[["group", "rows"]].to_numpy().tolist() == [["all rows", 24], ["missing", 6], ["m", 18]]
+    assert describe_groups(table)[["group", "rows"]].to_numpy().tolist() == [
+        ["all rows", 24],
+        ["missing", 6],
+        ["m", 18],
+    ]
     joined = read_table(write(tmp_path / "p.csv", people()), label="paid", group="sex+town")
-    assert overview(joined)["group"].tolist()[1:] == [
+    assert describe_groups(joined)["group"].tolist()[1:] == [
         *("female + Århus", "male + Köln", "female + Köln", "male + Århus"),
     ]
 

@@ -14,9 +14,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from nestfed import Rows, Sample, Task, UserError, advance, make, simulate, start, struct
 from nestfed.algorithms.clipping import clip_together
-from nestfed.algorithms.fedcr import class_from_encoder, divergence, encoder_from_class
+from nestfed.algorithms.fedcr import compare_class_to_encoder, compare_encoder_to_class, compute_divergence
 from nestfed.problems import GaussianEncoder, Personalised
-from nestfed.verbs.personalise import PersonalTask, adapt, fine_tune, model_of, predict, spread
+from nestfed.verbs.personalise import PersonalTask, adapt, find_model, fine_tune, measure_spread, predict
 
 KEY = jax.random.key(0)
 PRESENT = lambda number: st.lists(st.booleans(), min_size=number, max_size=number).filter(any)
@@ -182,7 +182,7 @@ def test_whole_models_are_averaged_or_stay_alone():
 
 def test_fedpac_weighs_variance_against_difference():
     sums = jnp.array([[[0.0, 0.0]], [[1.0, 1.0]], [[9.0, 9.0]]])  # the third is not there
-    weights = lambda variances, **more: make("fedpac", lr=0.1, **more).head_weights(
+    weights = lambda variances, **more: make("fedpac", lr=0.1, **more).find_head_weights(
         jnp.asarray(variances), sums, jnp.array([True, True, False]), 0
     )
     assert_allclose(weights([1.0, 1.0, 0.0]), (0.75, 0.25, 0.0), atol=1e-9)
@@ -263,19 +263,19 @@ def test_fedcr_multiplies_experts_with_a_standard_normal():
 def test_divergence_of_gaussians_and_its_two_directions():
     one, other = (jnp.zeros((1, 1)), jnp.ones((1, 1))), (jnp.ones((1, 1)), jnp.full((1, 1), 2.0))
     forward, backward = np.log(2) + 2 / 8 - 0.5, -np.log(2) + 5 / 2 - 0.5
-    assert_allclose(divergence(*one, *other), [forward])
+    assert_allclose(compute_divergence(*one, *other), [forward])
     features = jnp.array([[0.0, np.log(np.e - 1)]])
     labels = jnp.array([0])
-    assert_allclose(encoder_from_class(*other, 0.1, features, labels), 0.1 * forward)
-    assert_allclose(class_from_encoder(*other, 0.1, features, labels), 0.1 * backward)
+    assert_allclose(compare_encoder_to_class(*other, 0.1, features, labels), 0.1 * forward)
+    assert_allclose(compare_class_to_encoder(*other, 0.1, features, labels), 0.1 * backward)
 
 
 def test_a_class_of_many_experts_is_near_in_one_direction_only():
     """Why the released code's direction is the default: n equal experts make a class sqrt(n) times as narrow."""
     n, features, labels = 5000, jnp.array([[0.0, np.log(np.e - 1)]]), jnp.array([0])
     common = jnp.zeros((1, 1)), jnp.full((1, 1), n**-0.5)
-    assert_allclose(class_from_encoder(*common, 1.0, features, labels), (1 / n - 1 + np.log(n)) / 2, rtol=1e-6)
-    assert_allclose(encoder_from_class(*common, 1.0, features, labels), (n - 1 - np.log(n)) / 2, rtol=1e-6)
+    assert_allclose(compare_class_to_encoder(*common, 1.0, features, labels), (1 / n - 1 + np.log(n)) / 2, rtol=1e-6)
+    assert_allclose(compare_encoder_to_class(*common, 1.0, features, labels), (n - 1 - np.log(n)) / 2, rtol=1e-6)
     assert make("fedcr", lr=0.1).divergence == "code"
 
 
@@ -338,7 +338,7 @@ def test_spread_is_that_of_the_values_that_count(values, present):
         assert_allclose(found[name], value, atol=1e-12, err_msg=name)
 
 
-SPREAD = jax.jit(spread)
+SPREAD = jax.jit(measure_spread)
 
 
 def test_fine_tuning_takes_the_steps_it_was_given():
@@ -377,11 +377,11 @@ def test_a_new_client_learns_its_part_and_the_server_stays():
 def test_a_chosen_clients_model_in_the_users_own_trees():
     task = sorted_rows(PlainSorting())
     result = simulate(make("fedrep", **CASES["fedrep"].settings), task, rounds=1, evaluate_every=None)
-    body, head = model_of(result, 2)
+    body, head = find_model(result, 2)
     assert_array_equal(np.concatenate([body["bias"], body["matrix"].ravel()]), result.server.u)
     assert_array_equal(head.ravel(), result.clients.v[2])
     with pytest.raises(UserError, match="client 7 was given; the run has the clients 0, 1, 2. A new one learns"):
-        model_of(result, 7)
+        find_model(result, 7)
 
 
 def test_what_does_not_fit_is_refused():

@@ -24,13 +24,13 @@ from nestfed.data.images import Images
 from nestfed.experiments import EXPERIMENTS, reproduce
 from nestfed.experiments.cells import Cell, load, save
 from nestfed.experiments.claims import judge
-from nestfed.experiments.frame import plain
+from nestfed.experiments.frame import convert_to_plain
 from nestfed.experiments.image_tasks import MADE_UP
 from nestfed.experiments.personal import page as personal_page
 from nestfed.experiments.personal import plan as personal
-from nestfed.experiments.personal.data import deal_classes, deal_writers, held_out
+from nestfed.experiments.personal.data import deal_classes, deal_writers, hold_out
 from nestfed.experiments.personal.femnist import CLASS_NAMES, load_femnist
-from nestfed.experiments.personal.task import COLOUR, GREY, ImageClasses, RandomImageClasses, personal_task
+from nestfed.experiments.personal.task import COLOUR, GREY, ImageClasses, RandomImageClasses, make_personal_task
 from nestfed.experiments.privacy import page as privacy_page
 from nestfed.experiments.privacy import plan as privacy
 from nestfed.uploads.privacy import LocalDP
@@ -80,14 +80,14 @@ def test_the_paper_s_numbers_of_images(each, per_client, expected):
 
 def test_settings_are_chosen_without_test_images():
     dealt = deal_classes(made_images((60, 40)), clients=10, per_client=2, seed=3)
-    inner = held_out(dealt, seed=3)
+    inner = hold_out(dealt, seed=3)
     assert_array_equal(inner.train.sizes, np.full(10, 49))  # 70 % of 70 of 100
     for client in (0, 7):
         of = lambda rows, i=client: set(
             numbers_of(rows.columns[0][int(rows.offsets[i]) : int(rows.offsets[i]) + int(rows.sizes[i])])
         )
         assert of(inner.train) | of(inner.test) == of(dealt.train) and not of(inner.train) & of(inner.test)
-    assert not np.array_equal(held_out(dealt, seed=4).test.columns[0], inner.test.columns[0])
+    assert not np.array_equal(hold_out(dealt, seed=4).test.columns[0], inner.test.columns[0])
 
 
 def test_dealing_that_cannot_be_is_refused():
@@ -170,7 +170,7 @@ def test_the_networks_have_the_paper_s_numbers_of_parameters():
 def test_both_extractors_see_the_same_varied_batch_and_passes_see_none():
     images = made_images((6, 2), (6, 6, 1))
     problem = ImageClasses(model=personal.SMALL, vary=True)
-    task = personal_task(deal_classes(images, clients=10), problem, batch_size=4)
+    task = make_personal_task(deal_classes(images, clients=10), problem, batch_size=4)
     rows, key = task.data.client(0), jax.random.key(1)
     plain, labels = rows.draw(key, 4)
     varied, same = task.problem.sample(rows, key, 4)
@@ -185,7 +185,7 @@ def test_fedcr_trains_on_random_representations_of_images():
     images = made_images((6, 2), (4, 4, 1))
     model = dataclasses.replace(personal.SMALL, hidden=(3, 3))
     problem = RandomImageClasses(model=model, width=2, draws=3)
-    task = personal_task(deal_classes(images, clients=10, per_client=2), problem, batch_size=4)
+    task = make_personal_task(deal_classes(images, clients=10, per_client=2), problem, batch_size=4)
     found = simulate(make("fedcr", lr=0.1, local_steps=1), task, rounds=1, progress=False)
     assert found.server.mean.shape == (10, 2)
     assert np.isfinite(found.history["test_loss"]).all() and 0 <= found.history["test_accuracy"][-1] <= 1
@@ -223,7 +223,7 @@ def test_quick_personal(tmp_path, monkeypatch):
 def test_private_trainings_by_name_and_their_page(tmp_path, monkeypatch):
     """The same noise by two readings of epsilon is one program; what is not there yet is named."""
     images = deal_classes(made_images((8, 2), (8, 8, 3)), clients=10)
-    monkeypatch.setattr(personal, "_images", lambda about, clients, seed: images)
+    monkeypatch.setattr(personal, "_load_images", lambda about, clients, seed: images)
     plan = dataclasses.replace(privacy.QUICK, releases=("plain", "paper", "analytic"), epsilons=(100.0,))
     ((name, about),) = plan.training.data
     assert name == MADE_UP
@@ -238,7 +238,7 @@ def test_private_trainings_by_name_and_their_page(tmp_path, monkeypatch):
     assert f"Not run yet: {name}-local-only-plain, {name}-fedreco-plain" in text
     table = pd.read_csv(tmp_path / "tables" / "final.csv").set_index("uploads")
     paper, exact = table.loc["paper's formula"], table.loc["analytic mechanism"]
-    size, sigma = privacy.upload_size(plan, name, "fedavg-whole"), math.sqrt(2 * math.log(1.25e5)) * 10 / 100
+    size, sigma = privacy.find_upload_size(plan, name, "fedavg-whole"), math.sqrt(2 * math.log(1.25e5)) * 10 / 100
     assert_allclose(paper["norm of the noise in a mean"], sigma * math.sqrt(size / 10), rtol=1e-4)
     assert_allclose(paper["noise multiplier"], sigma / 20, rtol=1e-4)
     assert exact["norm of the noise in a mean"] > paper["norm of the noise in a mean"]
@@ -257,7 +257,7 @@ def test_what_is_done_to_uploads():
         assert isinstance(guarantee, LocalDP) and guarantee.sigma == pytest.approx(sigma, rel=1e-5)
     names = privacy.Trainings(Path(), plan).names()
     assert len(set(names)) == len(names) == 11
-    assert privacy.parts("fmnist-fedavg-whole-paper") == ("fmnist", "fedavg-whole", "paper")
+    assert privacy.split_name("fmnist-fedavg-whole-paper") == ("fmnist", "fedavg-whole", "paper")
 
 
 def test_every_method_of_the_plan_has_the_paper_s_settings():
@@ -305,7 +305,7 @@ def test_page_of_made_up_cells(tmp_path):
     text = personal_page.EXPERIMENT.write(trainings, personal_page.make_page(trainings)).read_text()
     assert "Not run yet: local training only (cifar10), FedAvg (cifar10)" in text and "abacus" in text
     assert "50 clients, 49000 images to train on and 21000" in " ".join(text.split())
-    table = personal_page.final_table(trainings.list_finished()["fmnist"]).set_index("method")
+    table = personal_page.tabulate_final(trainings.list_finished()["fmnist"]).set_index("method")
     assert table.loc["FedAvg", "test accuracy"] == pytest.approx(0.501)
     assert table.loc["FedAvg, fine-tuned", "test accuracy"] == pytest.approx(0.851)
     judged = judge(personal_page.check_claims(trainings.list_finished()))
@@ -316,7 +316,7 @@ def test_page_of_made_up_cells(tmp_path):
     assert [name.split(", ")[1].split(" minus")[0] for name in against] == ["FedBABU", "FedPAC"]
     assert "Ditto" not in str([name for name, one in alike.cases.items() if one.verdict == "refuted"])
     assert "server's mean is shortened to norm 10.0 in most rounds (fmnist 75 %)" in (" ".join(text.split()))
-    settings = tomllib.loads(tomli_w.dumps(plain(plan)))
+    settings = tomllib.loads(tomli_w.dumps(convert_to_plain(plan)))
     assert settings["couplings"]["fedpac"] == 1.0 and settings["data"]["cifar10"]["classes"] == 2
 
 

@@ -18,7 +18,7 @@ from nestfed.report.record import Record
 from nestfed.uploads.privacy import LocalDP
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import ClientModels, TabularModel
-from nestfed.workbench.scenarios.personal import METHODS, BinaryClasses, Personal, from_the_start
+from nestfed.workbench.scenarios.personal import METHODS, BinaryClasses, Personal, make_task_from_the_start
 from nestfed.workbench.stages import Budget, run_method, set_up, sweep_method
 from nestfed.workbench.task_options import MODELS, PersonalOptions
 
@@ -92,7 +92,9 @@ def with_other_rows(setup):
 def test_only_training_rows_are_trained_on(name, scenario, trials):
     algorithm = make(name, lr=0.1, local_steps=2, head_steps=2)
     one, other = (
-        simulate(algorithm, from_the_start(scenario, setup, None), rounds=2, evaluate_every=None, progress=False)
+        simulate(
+            algorithm, make_task_from_the_start(scenario, setup, None), rounds=2, evaluate_every=None, progress=False
+        )
         for setup in (trials.first, with_other_rows(trials.first))
     )
     for ours, theirs in zip(
@@ -108,7 +110,7 @@ def test_a_row_of_a_sweep_is_a_run_and_its_metrics_are_those_of_its_models(scena
     name, grid = "fedreco", {"lr": [0.05, 0.2]}
     swept = sweep_method(trials, name, {}, grid, Budget(evaluations=1), progress=False)
     trace = next(t for t in swept.traces if t.seed == 1 and t.changes["lr"] == 0.2)
-    algorithms = scenario.algorithms(name, trials.setups[1], {"lr": 0.2})
+    algorithms = scenario.make_algorithms(name, trials.setups[1], {"lr": 0.2})
     alone = run_method(trials, name, algorithms, 1, Budget(evaluations=1), progress=False)
     for ours, theirs in zip(trace.left, alone.left, strict=True):
         assert ours.shape[0] == len(NAMES)
@@ -122,13 +124,13 @@ def test_a_row_of_a_sweep_is_a_run_and_its_metrics_are_those_of_its_models(scena
 
 def test_a_stage_of_tuning_goes_on_from_the_common_model(scenario, trials):
     """FedBABU's head is the start's until clients train it; with a step size near zero it stays there."""
-    algorithms = scenario.algorithms("fedbabu", trials.first, {"tuning.lr": 1e-12})
+    algorithms = scenario.make_algorithms("fedbabu", trials.first, {"tuning.lr": 1e-12})
     left = run_method(trials, "fedbabu", algorithms, 0, Budget(evaluations=1), progress=False).left
     problem, (u, v) = BinaryClasses(model=trials.first.model).bind(trials.first.theta)
     assert_allclose(left.v, np.broadcast_to(v, left.v.shape), atol=1e-9)
     assert_allclose(left.u, np.broadcast_to(left.u[0], left.u.shape), atol=1e-12)
     assert np.abs(left.u[0] - u).max() > 1e-3
-    algorithms = scenario.algorithms("fedbabu", trials.first, {"tuning.lr": 0.3})
+    algorithms = scenario.make_algorithms("fedbabu", trials.first, {"tuning.lr": 0.3})
     tuned = run_method(trials, "fedbabu", algorithms, 0, Budget(evaluations=1), progress=False).left
     assert_allclose(tuned.u, np.broadcast_to(tuned.u[0], tuned.u.shape), atol=1e-12)  # the head alone
     assert np.abs(tuned.v - v[None]).max() > 1e-3 and np.abs(tuned.v[0] - tuned.v[1]).max() > 1e-4
@@ -140,7 +142,7 @@ def test_a_stage_without_exchanges_takes_no_part_of_a_privacy_budget(scenario, t
     done = lambda name: [
         (stage.done, stage.spending.epsilon(stage.done))
         for stage in run_method(
-            trials, name, scenario.algorithms(name, trials.first, {}), 0, budget, progress=False
+            trials, name, scenario.make_algorithms(name, trials.first, {}), 0, budget, progress=False
         ).stages
     ]
     (alone,), (first, second) = done("fedavg"), done("fedavg-tuned")
@@ -201,7 +203,9 @@ def test_mistakes_are_told_in_one_line(call, path, words, message):
 def test_in_logistic_regression_the_head_is_the_intercept(name, scenario):
     own = scenario.change(model="logistic")
     trials = set_up(own, [0])
-    trace = run_method(trials, name, own.algorithms(name, trials.first, {}), 0, Budget(evaluations=1), progress=False)
+    trace = run_method(
+        trials, name, own.make_algorithms(name, trials.first, {}), 0, Budget(evaluations=1), progress=False
+    )
     ((layer,),) = (own.thetas(trials.first, trace.left),)
     slopes, intercepts = (np.asarray(layer[name])[..., 0] for name in ("weight", "bias"))
     assert slopes.shape == (len(NAMES), trials.first.data.inputs.shape[1]) and len(set(intercepts.tolist())) == 3

@@ -26,8 +26,16 @@ from nestfed.problems import SingleLevel
 from nestfed.problems.robust import KL
 from nestfed.problems.toys import quadratics
 from nestfed.report.record import Record
-from nestfed.uploads.privacy import CentralDP, LocalDP, transforms_of
-from nestfed.uploads.transforms import Clip, ClipMean, GaussianNoise, Quantise, ServerNoise, Sparsify, joint_norm
+from nestfed.uploads.privacy import CentralDP, LocalDP, list_transforms
+from nestfed.uploads.transforms import (
+    Clip,
+    ClipMean,
+    GaussianNoise,
+    Quantise,
+    ServerNoise,
+    Sparsify,
+    compute_joint_norm,
+)
 from nestfed.verbs.conformance import NonConforming, check_algorithm
 from nestfed.verbs.cost import find_spending, measure
 from nestfed.verbs.messages import deploy
@@ -58,10 +66,10 @@ def test_a_clip_shortens_the_whole_upload_and_nothing_else(vector, norm):
     tree = tree_of(vector)
     clipped = Clip(norm=norm).apply(tree, KEY)
     length = np.linalg.norm(vector)
-    assert joint_norm(clipped) <= norm * (1 + 1e-12)
+    assert compute_joint_norm(clipped) <= norm * (1 + 1e-12)
     expected = vector * min(1, norm / length if length else 1)
     assert_allclose(flat(clipped), expected, rtol=1e-12, atol=1e-300)  # XLA takes the tiniest numbers for zero
-    assert bool(Clip(norm=norm).clips(tree)) == (float(joint_norm(tree)) > norm)
+    assert bool(Clip(norm=norm).clips(tree)) == (float(compute_joint_norm(tree)) > norm)
     if length < norm * (1 - 1e-12):
         assert (flat(clipped) == vector).all()  # not even a last digit
 
@@ -108,7 +116,7 @@ def test_what_compressed_uploads_look_like():
 )
 def test_wrong_uploads_are_refused(uploads, words):
     with pytest.raises(UserError, match=words):
-        transforms_of(uploads)
+        list_transforms(uploads)
 
 
 # ------------------------------------------------------------------------------------------------- in a run

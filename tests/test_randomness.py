@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestfed.core.randomness import _high_product, fold, fold_pair, priorities, random_indices, random_words
+from nestfed.core.randomness import _multiply_high, draw_indices, draw_priorities, draw_words, fold, fold_pair
 
 KEY = jax.random.key(7)
 words = st.integers(0, 2**32 - 1)
@@ -23,7 +23,7 @@ def test_fold_is_the_fold_in_of_jax(number, seed):
 @settings(max_examples=50, deadline=None)
 @given(a=words, b=words)
 def test_high_product_is_the_upper_half(a, b):
-    assert int(_high_product(jnp.uint32(a), jnp.uint32(b))) == (a * b) >> 32
+    assert int(_multiply_high(jnp.uint32(a), jnp.uint32(b))) == (a * b) >> 32
 
 
 def test_keys_of_different_meaning_differ():
@@ -34,7 +34,7 @@ def test_keys_of_different_meaning_differ():
 
 @pytest.mark.parametrize("size", [1, 2, 7, 600, 65_537, 2_000_003])
 def test_indices_are_uniform_and_within_bounds(size):
-    drawn = np.asarray(random_indices(KEY, 20_001, jnp.asarray(size)))
+    drawn = np.asarray(draw_indices(KEY, 20_001, jnp.asarray(size)))
     assert drawn.min() >= 0 and drawn.max() < size
     bins = min(size, 50)
     counts = np.bincount(drawn * bins // size, minlength=bins)
@@ -43,18 +43,18 @@ def test_indices_are_uniform_and_within_bounds(size):
 
 
 def test_words_have_balanced_and_independent_bits():
-    bits = np.unpackbits(np.asarray(random_words(KEY, 4096)).view(np.uint8)).reshape(4096, 32)
+    bits = np.unpackbits(np.asarray(draw_words(KEY, 4096)).view(np.uint8)).reshape(4096, 32)
     assert np.all(np.abs(bits.mean(0) - 0.5) < 5 * 0.5 / np.sqrt(4096))
     correlation = np.corrcoef(bits.T) - np.eye(32)
     assert np.abs(correlation).max() < 6 / np.sqrt(4096)
 
 
 def test_priority_depends_on_the_id_alone():
-    everyone, some = priorities(KEY, jnp.arange(100)), priorities(KEY, jnp.array([3, 50]))
+    everyone, some = draw_priorities(KEY, jnp.arange(100)), draw_priorities(KEY, jnp.array([3, 50]))
     assert jnp.array_equal(everyone[jnp.array([3, 50])], some)
 
 
 def test_other_generators_work_through_jax():
     key = jax.random.key(0, impl="rbg")
-    drawn = np.asarray(random_indices(fold_pair(fold(key, 3), 1, 2), 1000, jnp.asarray(10)))
+    drawn = np.asarray(draw_indices(fold_pair(fold(key, 3), 1, 2), 1000, jnp.asarray(10)))
     assert sorted(set(drawn)) == list(range(10))

@@ -95,10 +95,10 @@ def test_headline_leaves_diverged_seeds_out_and_counts_them():
         [("b", 0, "finished", 0.8), ("b", 1, "diverged", np.nan), ("b", 2, "finished", 0.6)]
         + [("a", 0, "finished", 0.5), ("a", 1, "finished", 0.9), ("a", 2, "finished", 0.5)]
     )
-    table = statistics.headline(record)
+    table = statistics.make_headline(record)
     assert list(table.index) == ["b", "a"]
     assert table["failed"].tolist() == [1, 0]
-    b, a = (statistics.entry(table, method, record.metrics[0]) for method in ("b", "a"))
+    b, a = (statistics.find_entry(table, method, record.metrics[0]) for method in ("b", "a"))
     assert (b.mean, b.std, b.n) == (pytest.approx(0.7), pytest.approx(0.1), 2)  # ddof 0
     assert b.paired == statistics.pair(series(0.8, 0.6, seeds=[0, 2]), series(0.5, 0.9, 0.5))
     assert b.paired.n == 2
@@ -107,17 +107,17 @@ def test_headline_leaves_diverged_seeds_out_and_counts_them():
 
 def test_headline_of_nothing_but_failures():
     record = small([("a", 0, "diverged", 0.1), ("a", 1, "interrupted", 0.2)])
-    table = statistics.headline(record)
+    table = statistics.make_headline(record)
     assert table.at["a", "failed"] == 2 and table.at["a", "accuracy n"] == 0
     assert np.isnan(table.at["a", "accuracy mean"])
-    assert page.sentence(record, table).startswith("No run finished")
+    assert page.write_sentence(record, table).startswith("No run finished")
     assert "2 of 3 failed" in page.render(record)
 
 
 def test_a_metric_that_final_lacks_is_empty():
     record = small([("a", 0, "finished", 0.5)])
     record = dataclasses.replace(record, final=record.final.drop(columns="accuracy"))
-    assert statistics.headline(record).at["a", "accuracy n"] == 0
+    assert statistics.make_headline(record).at["a", "accuracy n"] == 0
 
 
 A = [("a", seed, "finished", value) for seed, value in enumerate((0.50, 0.52, 0.54))]
@@ -144,7 +144,7 @@ A = [("a", seed, "finished", value) for seed, value in enumerate((0.50, 0.52, 0.
 )  # fmt: skip
 def test_the_sentence_says_what_the_numbers_say(rows, expected):
     record = small(A + rows)
-    assert page.sentence(record, statistics.headline(record)) == expected
+    assert page.write_sentence(record, statistics.make_headline(record)) == expected
 
 
 def make_finals(**values):
@@ -191,9 +191,9 @@ def test_one_seed_is_no_clear_gain_and_no_result_none():
 
 def test_lower_is_better_where_the_metric_says_so():
     record = example()
-    table, gap = statistics.headline(record), record.metrics[1]
+    table, gap = statistics.make_headline(record), record.metrics[1]
     assert gap.better == "lower"
-    assert statistics.best(table, gap) == table["gap mean"].idxmin()
+    assert statistics.find_best(table, gap) == table["gap mean"].idxmin()
 
 
 # ------------------------------------------------------------------------------------------------- curves and slices
@@ -205,7 +205,7 @@ def history(rows):
 
 
 def test_curve_is_mean_and_deviation_by_evaluation():
-    curve = statistics.curve(
+    curve = statistics.average_curve(
         history(
             [("a", 0, "warm", 0, 4.0), ("a", 0, "warm", 5, 2.0), ("a", 1, "warm", 0, 8.0), ("a", 1, "warm", 5, np.nan)]
             + [("b", 0, "warm", 0, 99.0)]
@@ -221,18 +221,18 @@ def test_curve_is_mean_and_deviation_by_evaluation():
 
 def test_a_stage_without_the_metric_is_left_out_and_the_next_is_marked():
     rows = [("a", 0, "warm", 0, 1.0), ("a", 0, "tune", 1, np.nan), ("a", 0, "end", 2, 3.0), ("a", 0, "end", 3, 2.0)]
-    curve = statistics.curve(history(rows), "a", "loss")
+    curve = statistics.average_curve(history(rows), "a", "loss")
     assert curve["round"].tolist() == [0, 2, 3]
     assert curve["stage"].tolist() == [0, 2, 2]
-    assert statistics.stage_changes(curve, "round") == [(0.0, "end")]
-    late = statistics.curve(history(rows[1:]), "a", "loss")
-    assert statistics.stage_changes(late, "bytes") == [(20.0, "end")]
+    assert statistics.find_stage_changes(curve, "round") == [(0.0, "end")]
+    late = statistics.average_curve(history(rows[1:]), "a", "loss")
+    assert statistics.find_stage_changes(late, "bytes") == [(20.0, "end")]
 
 
 def test_diverged_runs_are_not_in_the_curves():
     record = example()
     record.final.loc[(record.final["method"] == "fedavg") & (record.final["seed"] == 1), "status"] = "diverged"
-    kept = statistics.sound_history(record)
+    kept = statistics.select_sound_history(record)
     assert len(kept) == len(record.history) * 8 // 9
     assert set(kept.loc[kept["method"] == "fedavg", "seed"]) == {0, 2}
 
@@ -240,7 +240,7 @@ def test_diverged_runs_are_not_in_the_curves():
 def test_slices_are_over_finished_seeds():
     record = example()
     record.final.loc[record.final["seed"] == 2, "status"] = "diverged"
-    row = statistics.slices(record).iloc[0]
+    row = statistics.average_slices(record).iloc[0]
     own = record.slices
     for column in ("method", "kind", "slice", "split", "metric"):
         own = own[own[column] == row[column]]
@@ -259,22 +259,22 @@ def test_slices_are_over_finished_seeds():
     ],
 )  # fmt: skip
 def test_numbers(value, digits, text):
-    assert style.number(value, digits) == text
+    assert style.format_number(value, digits) == text
 
 
 def test_numbers_of_one_interval_share_their_notation():
-    assert style.numbers([0.0071, 0.00003], 4) == ["0.0071", "0.0000"]
+    assert style.format_numbers([0.0071, 0.00003], 4) == ["0.0071", "0.0000"]
 
 
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB"), (1_234_567, "1.23 MB")]
 )
 def test_amounts(size, text):
-    assert style.amount(size, "B") == text
+    assert style.format_amount(size, "B") == text
 
 
 def test_no_two_methods_look_alike():
-    drawn = style.looks({f"m{i}": f"Method {i}" for i in range(20)}, "m3").values()
+    drawn = style.choose_looks({f"m{i}": f"Method {i}" for i in range(20)}, "m3").values()
     assert len({(look.colour, look.dash) for look in drawn}) == 20
     assert sum(look.colour == style.BASELINE for look in drawn) == 1
 
@@ -313,13 +313,15 @@ words = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp", "Cf"))
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
 def test_markdown_says_what_was_given(rows):
     parser = Cells()
-    parser.feed(MarkdownIt().enable("table").render(tables.markdown(pd.DataFrame(rows, columns=["method", "b"]))))
+    parser.feed(
+        MarkdownIt().enable("table").render(tables.format_markdown(pd.DataFrame(rows, columns=["method", "b"])))
+    )
     assert parser.cells == ["method", "b", *(" ".join(cell.split()) for row in rows for cell in row)]
 
 
 @given(words)
 def test_latex_leaves_no_command_of_the_users(text):
-    (line,) = [line for line in tables.latex(pd.DataFrame({"method": [text]})).split("\n")[4:5]]
+    (line,) = [line for line in tables.format_latex(pd.DataFrame({"method": [text]})).split("\n")[4:5]]
     known = (
         r"\\text(backslash|asciitilde|asciicircum|less|greater|bar)\{\}|\\[&%$#_{}]|\$\\(pm|infty)\$|\$-\$|\{[\[\]]\}"
     )
@@ -328,8 +330,8 @@ def test_latex_leaves_no_command_of_the_users(text):
 
 
 def test_latex_of_the_headline():
-    _, shown = tables.headline(small(A + [("b", 0, "finished", 0.75), ("b", 1, "diverged", 0)]))
-    assert tables.latex(shown).splitlines() == [
+    _, shown = tables.tabulate_headline(small(A + [("b", 0, "finished", 0.75), ("b", 1, "diverged", 0)]))
+    assert tables.format_latex(shown).splitlines() == [
         r"\begin{tabular}{lrrr}",
         r"\toprule",
         r"method & test accuracy & test accuracy: difference to A & failed \\",
@@ -342,7 +344,7 @@ def test_latex_of_the_headline():
 
 
 def test_cost_table_has_a_line_for_a_start_that_costs():
-    frame, shown = tables.cost(example())
+    frame, shown = tables.tabulate_cost(example())
     own = frame[frame["method"] == METHODS["twostage"]]
     assert own[["stage", "part", "times", "exchanges", "GRAD", "HVP"]].values.tolist() == [
         ["training", "round", 300, 1, 5, 0],
@@ -354,7 +356,7 @@ def test_cost_table_has_a_line_for_a_start_that_costs():
 
 def test_a_group_may_be_called_like_a_column():
     record = example(groups=("client", "rows", "group"), seeds=(0,))
-    _, shown = tables.holdings(record)
+    _, shown = tables.tabulate_holdings(record)
     assert shown["rows"].tolist() == record.holdings.groupby("client", sort=False)["rows"].sum().tolist()
 
 
@@ -363,43 +365,43 @@ def test_a_group_may_be_called_like_a_column():
 
 def test_curves_draw_every_method_in_its_colour_and_mark_stages():
     record = example()
-    figure = figures.curves(record.history, "accuracy", "bytes", methods=figures.looks_of(record))
+    figure = figures.draw_curves(record.history, "accuracy", "bytes", methods=figures.find_looks(record))
     axes = figure.axes[0]
     drawn = {line.get_label(): to_hex(line.get_color()).upper() for line in axes.lines if line.get_label()[0] != "_"}
-    assert drawn == {look.title: look.colour.upper() for look in figures.looks_of(record).values()}
+    assert drawn == {look.title: look.colour.upper() for look in figures.find_looks(record).values()}
     assert len(axes.collections) == 3  # bands
     assert [text.get_text() for text in axes.texts] == ["fine-tuning"]
-    last = statistics.curve(record.history, "fedavg", "accuracy").iloc[-1]
+    last = statistics.average_curve(record.history, "fedavg", "accuracy").iloc[-1]
     assert axes.lines[0].get_xydata()[-1].tolist() == [last["bytes"], last["mean"]]
 
 
 def test_one_seed_has_no_band():
-    assert not figures.curves(example(seeds=(0,)).history, "loss").axes[0].collections
+    assert not figures.draw_curves(example(seeds=(0,)).history, "loss").axes[0].collections
 
 
 def test_unknown_requests_say_what_is_known():
     record = example()
     with pytest.raises(UserError, match="recorded are: accuracy, gap, loss"):
-        figures.curves(record.history, "speed")
+        figures.draw_curves(record.history, "speed")
     with pytest.raises(UserError, match="round, bytes, oracle_calls"):
-        figures.curves(record.history, "loss", "time")
+        figures.draw_curves(record.history, "loss", "time")
     with pytest.raises(UserError, match="true_positive_rate group validation"):
-        figures.slice_bars(record, "speed")
+        figures.draw_slice_bars(record, "speed")
     with pytest.raises(UserError, match="two metrics"):
-        figures.trade_off(small(A))
+        figures.draw_trade_off(small(A))
     with pytest.raises(UserError, match="accuracy, gap, loss"):
-        figures.trade_off(record, x="speed")
+        figures.draw_trade_off(record, x="speed")
 
 
 def test_bars_have_the_means_as_heights():
     record = example()
-    axes = figures.slice_bars(record, "accuracy").axes[0]
-    table = statistics.rows(statistics.slices(record), metric="accuracy", kind="group", split="test")
+    axes = figures.draw_slice_bars(record, "accuracy").axes[0]
+    table = statistics.select_rows(statistics.average_slices(record), metric="accuracy", kind="group", split="test")
     assert sorted(bar.get_height() for bar in axes.patches) == pytest.approx(sorted(table["mean"]))
 
 
 def test_many_clients_become_dots():
-    axes = figures.slice_bars(example(clients=40), kind="client").axes[0]
+    axes = figures.draw_slice_bars(example(clients=40), kind="client").axes[0]
     assert not axes.patches
     assert [len(cloud.get_offsets()) for cloud in axes.collections] == [40, 40, 40]
 

@@ -22,11 +22,11 @@ from nestfed.core.settings import UserError
 from nestfed.data import TEST, TRAIN, VALIDATION, federate, read_table
 from nestfed.problems.toys import quadratics
 from nestfed.report.record import Record
-from nestfed.verbs.history import rise_of
+from nestfed.verbs.history import find_rise
 from nestfed.workbench.request import Request
 from nestfed.workbench.scenarios import TabularModel
-from nestfed.workbench.scenarios.robustness import ADVERSARIES, Pool, Robust, measures, robust_loss
-from nestfed.workbench.stages import Budget, best_changes, set_up, sweep_method
+from nestfed.workbench.scenarios.robustness import ADVERSARIES, Pool, Robust, make_robust_loss, measure_parts
+from nestfed.workbench.stages import Budget, find_best_changes, set_up, sweep_method
 from nestfed.workbench.task_options import RobustOptions
 
 PENALTY = 1e-3
@@ -104,7 +104,7 @@ def test_metrics_are_those_of_numpy(divergence, seed, strength):
     group, label = random.integers(0, groups, rows), random.integers(0, 2, rows)
     logit = random.normal(scale=3, size=rows).round(1)  # with ties
     pool = Pool(*map(jnp.asarray, (logit, label, part, group, client)))
-    found = measures(pool, ADVERSARIES[divergence](strength=strength), clients, groups)
+    found = measure_parts(pool, ADVERSARIES[divergence](strength=strength), clients, groups)
     loss = np.logaddexp(0, logit) - label * logit
     frame = pd.DataFrame({"loss": loss, "right": (logit > 0) == label, "client": client, "group": group})
     for number, name in enumerate(("train", "validation", "test")):
@@ -146,7 +146,7 @@ def test_the_stronger_the_more_cautious():
 
 def test_a_part_without_rows_has_no_metrics():
     pool = Pool(jnp.array([1.0, -1.0]), jnp.array([1, 0]), jnp.array([0, 0]), jnp.zeros(2, int), jnp.zeros(2, int))
-    found = measures(pool, ADVERSARIES["kl"](strength=1.0), 1, 1)
+    found = measure_parts(pool, ADVERSARIES["kl"](strength=1.0), 1, 1)
     assert np.isnan(found["test_worst_decile_loss"]) and np.isfinite(found["train_worst_decile_loss"])
     assert "train_worst_group_loss" not in found
 
@@ -219,7 +219,7 @@ def test_seeds_of_a_sweep_have_their_own_rows_and_the_robust_objective_chooses(s
             if name in final:
                 assert values[-1] == pytest.approx(final[name], rel=1e-6), name
         scores[trace.changes["lr"]] += final["validation_robust_objective"]
-    assert best_changes(trials) == {"lr": min(scores, key=scores.__getitem__)}
+    assert find_best_changes(trials) == {"lr": min(scores, key=scores.__getitem__)}
     # The threshold of CVaR is a variable of the problem, and no parameter of the model.
     left = trials.traces[0].left
     theta = short.make_model(trials.first, left).theta
@@ -229,9 +229,9 @@ def test_seeds_of_a_sweep_have_their_own_rows_and_the_robust_objective_chooses(s
 def test_no_row_can_weigh_more_than_the_bound(scenario):
     setup = scenario.set_up(0)
     rows = int((setup.data.part == TRAIN).sum())
-    assert robust_loss(scenario, setup, None).problem.largest_weight == pytest.approx(rows)
+    assert make_robust_loss(scenario, setup, None).problem.largest_weight == pytest.approx(rows)
     uniform = scenario.change(averaging="uniform")
-    assert robust_loss(uniform, setup, None).problem.largest_weight == pytest.approx(
+    assert make_robust_loss(uniform, setup, None).problem.largest_weight == pytest.approx(
         3 * np.bincount(setup.data.client[setup.data.part == 0]).max()
     )
 
@@ -253,7 +253,7 @@ def test_the_usual_run_needs_no_option():
 def test_baselines_face_the_same_adversary(scenario, name, divergence):
     changed = scenario.change(divergence=divergence, strength=4.0)
     setup = changed.set_up(0)
-    (algorithm,) = changed.algorithms(name, setup, {})
+    (algorithm,) = changed.make_algorithms(name, setup, {})
     assert algorithm.lr == pytest.approx(0.025)
     if name == "fastdro":
         losses = jnp.asarray(np.random.default_rng(0).exponential(size=3 * 64))
@@ -269,7 +269,7 @@ def test_baselines_face_the_same_adversary(scenario, name, divergence):
 def test_a_table_without_groups_is_split_at_random(path):
     table = read_table(path, label="ill", clients="hospital")
     plain = federate(table, by_group=False)
-    assert plain.group_names == ("all rows",) and set(plain.holdings().group) == {"all rows"}
+    assert plain.group_names == ("all rows",) and set(plain.count_holdings().group) == {"all rows"}
     assert "sex=m" in plain.feature_names
     named = federate(table, group="sex", by_group=False)
     assert set(named.group_names) == {"f", "m"} and "sex=m" not in named.feature_names
@@ -383,17 +383,17 @@ def test_gradients_are_bounded_by_the_clients_mean_lengths(scenario):
     by_client = np.array([lengths[client == k].mean() for k in range(3)])
     np.testing.assert_allclose(setup.gradient_lengths, by_client, rtol=1e-5)
     for averaging, weights in (("samples", np.bincount(client) / client.size), ("uniform", np.full(3, 1 / 3))):
-        (algorithm,) = scenario.change(averaging=averaging).algorithms("ds-feddro", setup, {})
+        (algorithm,) = scenario.change(averaging=averaging).make_algorithms("ds-feddro", setup, {})
         assert algorithm.clip == pytest.approx(weights @ by_client, rel=5e-3)  # three digits of it
-    (paper,) = scenario.algorithms("ds-feddro", setup, {"clip": float("inf")})
+    (paper,) = scenario.make_algorithms("ds-feddro", setup, {"clip": float("inf")})
     assert paper.clip == float("inf")
 
 
 def test_what_rises_and_what_does_not():
-    rises = lambda *values, **options: rise_of({"loss": np.array(values)}, "loss", **options) is not None
+    rises = lambda *values, **options: find_rise({"loss": np.array(values)}, "loss", **options) is not None
     assert rises(1.0, 0.5, 9.0) and rises(-1.0, -2.0, -0.5) and not rises(1.0, 9.0, 0.5)
     assert not rises(1.0, 1.001) and not rises(1.0) and not rises(1.0, 9.0, output="best")
-    assert rise_of({"loss": np.ones(3)}, "other") is None and rise_of({"loss": np.ones(3)}, None) is None
+    assert find_rise({"loss": np.ones(3)}, "other") is None and find_rise({"loss": np.ones(3)}, None) is None
     wild = simulate(make("fedavg", lr=0.6), quadratics(), rounds=20, progress=False)  # (1 - 0.6 x 2.5)^2 > 0: it swings
     tame = simulate(make("fedavg", lr=0.1), quadratics(), rounds=20, progress=False)
     grows = simulate(make("fedavg", lr=1.2), quadratics(), rounds=20, progress=False)

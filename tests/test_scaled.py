@@ -19,8 +19,8 @@ from hypothesis.extra.numpy import arrays
 from numpy.testing import assert_allclose
 
 from nestfed import Rows, Sample, Task, make, simulate
-from nestfed.core.scaled import LOWEST, Scaled, masked_sum
-from nestfed.engine.steps import weighted_mean
+from nestfed.core.scaled import LOWEST, Scaled, sum_masked
+from nestfed.engine.steps import average_by_weight
 from nestfed.problems.robust import KL, ChiSquare, CVaR, MeanLoss
 from nestfed.verbs.messages import deploy
 
@@ -131,7 +131,7 @@ def test_a_masked_sum_reads_nothing_outside(z, inside):
             for s, a in (((5,), batch.shift), ((5, 1), batch.value))
         )
     )
-    total = masked_sum(spoilt, jnp.asarray(inside))
+    total = sum_masked(spoilt, jnp.asarray(inside))
     if not any(inside):
         assert not np.any(total.value)
         return
@@ -143,11 +143,11 @@ def test_a_masked_sum_reads_nothing_outside(z, inside):
 
 def test_the_mean_over_clients_has_weights_and_leaves_out_who_is_absent():
     z, weights = np.array([800.0, 2000.0, np.nan, 1999.0]), np.array([3.0, 1.0, 0.0, 2.0])
-    mean = weighted_mean(Scaled(jnp.asarray(z), jnp.ones((4, 1))), jnp.asarray(weights))
+    mean = average_by_weight(Scaled(jnp.asarray(z), jnp.ones((4, 1))), jnp.asarray(weights))
     expected = scipy.special.logsumexp(z[[0, 1, 3]], b=weights[[0, 1, 3]] / 6)
     assert_allclose(mean.log(), [expected], rtol=1e-15)
     # An absent client may have had the largest numbers of all, or none that are finite.
-    absent = weighted_mean(Scaled(jnp.array([10.0, 1e6]), jnp.array([[1.0], [jnp.inf]])), jnp.array([1.0, 0.0]))
+    absent = average_by_weight(Scaled(jnp.array([10.0, 1e6]), jnp.array([[1.0], [jnp.inf]])), jnp.array([1.0, 0.0]))
     assert_allclose(absent.log(), [10], rtol=1e-15)
 
 

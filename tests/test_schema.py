@@ -298,12 +298,12 @@ def test_sites_have_the_tasks_of_one_table(tmp_path_factory, rows, seed):
         np.testing.assert_array_equal(mine.part, setup.data.part[own])
         np.testing.assert_array_equal(mine.group, setup.data.group[own])
         assert_equal(site.task(method), part_of(whole, k))
-        assert repr(site.algorithms(method, {})) == repr(request.scenario.algorithms(method, setup, {}))
+        assert repr(site.make_algorithms(method, {})) == repr(request.scenario.make_algorithms(method, setup, {}))
     task = server.task(method)
     np.testing.assert_allclose(task.weights, whole.weights, rtol=1e-15)
     np.testing.assert_array_equal(task.data.ids, whole.data.ids)
     assert_equal((task.problem, task.params), (whole.problem, whole.params))
-    assert repr(server.algorithms(method, {})) == repr(request.scenario.algorithms(method, setup, {}))
+    assert repr(server.make_algorithms(method, {})) == repr(request.scenario.make_algorithms(method, setup, {}))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_every_task_is_built_at_a_site(said, method, tmp_path):
     for k, site in enumerate(sites):
         np.testing.assert_array_equal(site.setup.data.inputs, setup.data.inputs[setup.data.client == k])
         assert_equal(site.task(method), part_of(whole, k))
-        assert repr(site.algorithms(method, {})) == repr(request.scenario.algorithms(method, setup, {}))
+        assert repr(site.make_algorithms(method, {})) == repr(request.scenario.make_algorithms(method, setup, {}))
     np.testing.assert_allclose(server.task(method).weights, whole.weights, rtol=1e-15)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import nestfed
 from nestfed import cli
-from nestfed.workbench.fields import Option, options_of
+from nestfed.workbench.fields import Option, list_options
 from nestfed.workbench.request import Request
 from nestfed.workbench.task_options import PRIVACY, TASKS, ClusterOptions, CommonOptions
 
@@ -28,7 +28,7 @@ OF_VERBS = {
         "track",
         "json",
         "quiet",
-        *(option.flag[2:] for option in options_of(ClusterOptions).values()),
+        *(option.flag[2:] for option in list_options(ClusterOptions).values()),
     },
     "sweep": {"grid", "out", "json", "quiet"},
     "cost": {"json"},
@@ -86,10 +86,10 @@ def test_a_verb_alone_lists_the_tasks(verb):
 @pytest.mark.parametrize("name", TASKS)
 def test_help_of_a_task_shows_its_options_and_no_others_with_what_happens_without_them(verb, name):
     code, page, _ = start(verb, name, "--help")
-    shown, options = lines_of_flags(page), options_of(TASKS[name]) | options_of(CommonOptions)
+    shown, options = lines_of_flags(page), list_options(TASKS[name]) | list_options(CommonOptions)
     assert code == 0
     assert set(shown) == {option.flag[2:] for option in options.values()} | OF_VERBS[verb] | {"help"}
-    usual = {option: getattr(TASKS[name](), option) for option in options_of(TASKS[name])}
+    usual = {option: getattr(TASKS[name](), option) for option in list_options(TASKS[name])}
     for option in options.values():
         line = shown[option.flag[2:]]
         assert option.help in line
@@ -221,7 +221,7 @@ def requests(name: str) -> st.SearchStrategy:
         "seeds": seeds,
         "set": st.dictionaries(keys, st.booleans() | st.integers() | NUMBERS | WORD),
     }
-    known = options_of(TASKS[name]) | options_of(CommonOptions)
+    known = list_options(TASKS[name]) | list_options(CommonOptions)
     optional = {option.name: apart.get(option.name, values(option)) for option in known.values()}
     optional = {key: value for key, value in optional.items() if key != "algorithm"}
     return st.fixed_dictionaries({"task": st.just(name), "algorithm": apart["algorithm"]}, optional=optional)
@@ -248,7 +248,7 @@ def test_what_is_given_comes_back_from_a_file_and_from_a_command_line(name, data
 
 
 def test_every_privacy_option_needs_privacy():
-    for option in options_of(CommonOptions).values():
+    for option in list_options(CommonOptions).values():
         if option.panel == PRIVACY and option.name != "privacy":
             value = option.choices[0] if option.choices else 1
             with pytest.raises(nestfed.UserError, match=f"{option.name} was given without privacy"):

@@ -54,10 +54,10 @@ def test_what_is_chosen_is_better_than_what_is_recommended_where_that_is_bad(tri
         [
             scenario.score(scenario.evaluate(trials.setups[seed], trace.left)[0])
             for seed in trials.setups
-            for trace in [run_method(trials, "fedavg", scenario.algorithms("fedavg", trials.first, {"lr": lr}), seed,
-                                     Budget(evaluations=1), progress=False)]
+            for made in [scenario.make_algorithms("fedavg", trials.first, {"lr": lr})]
+            for trace in [run_method(trials, "fedavg", made, seed, Budget(evaluations=1), progress=False)]
         ]
-    )  # fmt: skip
+    )
     said = []
     found = tune(trials, {"fedavg": {}}, Budget(), progress=False, say=said.append)["fedavg"]["lr"]
     assert found["recommended"] == 0.1 and found["chosen"] in found["tried"] and len(found["tried"]) >= 6
@@ -71,7 +71,7 @@ def test_a_table_of_any_scale_needs_no_flag(tmp_path):
     trials = prepare(str(tmp_path / "large.csv"), features="minimax-fair-raw")
     scenario, budget = trials.scenario, Budget(evaluations=1)
     run = lambda changes: run_method(
-        trials, "fedavg", scenario.algorithms("fedavg", trials.first, changes), 0, budget, progress=False
+        trials, "fedavg", scenario.make_algorithms("fedavg", trials.first, changes), 0, budget, progress=False
     )
     assert run({}).rise is not None
     found = tune(trials, {"fedavg": {}}, budget, progress=False)["fedavg"]["lr"]

@@ -23,7 +23,7 @@ from nestfed.workbench.request import Request
 from nestfed.workbench.scenario import Scenario
 from nestfed.workbench.scenarios import tabular
 from nestfed.workbench.scenarios.fairness import Fairness
-from nestfed.workbench.scenarios.tabular import TabularModel, area_under_roc
+from nestfed.workbench.scenarios.tabular import TabularModel, compute_area_under_roc
 from nestfed.workbench.task_options import FairnessOptions
 
 BYTES = jnp.zeros(()).dtype.itemsize  # of a number
@@ -411,15 +411,15 @@ def test_a_model_that_never_says_yes_is_not_called_fair(tmp_path):
     blind = study.final.test_predicted_positive[0] == 0
     assert blind == any("for no test row at all" in note for note in study.record.about["notes"])
     frame = study.final.assign(test_predicted_positive=0.0)
-    assert "FedAvg: a seed's model predicts" in Fairness().warnings(frame)[0]
+    assert "FedAvg: a seed's model predicts" in Fairness().list_warnings(frame)[0]
     assert repr(study).startswith("Study(")
 
 
 def test_area_under_roc_against_scikit_learn():
     random = np.random.default_rng(0)
     label, scores = random.integers(0, 2, 200), random.integers(0, 20, 200)  # with ties
-    assert area_under_roc(scores, label) == pytest.approx(roc_auc_score(label, scores))
-    assert np.isnan(area_under_roc(scores, np.zeros(200, int)))
+    assert compute_area_under_roc(scores, label) == pytest.approx(roc_auc_score(label, scores))
+    assert np.isnan(compute_area_under_roc(scores, np.zeros(200, int)))
 
 
 def test_clients_by_a_column_of_known_data_and_the_weights_found(tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from nestfed.data.sources import SOURCES, bundled_frame, read_adult, read_german
+from nestfed.data.sources import SOURCES, read_adult, read_bundled, read_german
 
 BUNDLED = Path(__file__).resolve().parent.parent / "src" / "nestfed" / "data" / "bundled"
 PRESET = 9 | lzma.PRESET_EXTREME
@@ -78,7 +78,7 @@ def check(folder: Path) -> None:
         else (folder / file).read_bytes()
     )
     for name, frame in tables({file: read(file) for file in OFFICIAL}).items():
-        pd.testing.assert_frame_equal(bundled_frame(name), frame)
+        pd.testing.assert_frame_equal(read_bundled(name), frame)
         print(f"{name}: all {frame.size} values equal")
 
 

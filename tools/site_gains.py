@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 
 from nestfed.report.metrics import Metric
 from nestfed.report.statistics import Paired, pair
-from nestfed.report.style import number, numbers
+from nestfed.report.style import format_number, format_numbers
 from nestfed.workbench.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +62,8 @@ def task_lines(task: str, runs: dict[str, Any]) -> Iterator[str]:
             if method != baseline:
                 both = [(own[metric.name], final[baseline][metric.name], metric) for metric in metrics]
                 cells = [
-                    f"{number(theirs.mean())} | {verdict(pair(ours, theirs), metric)}" for ours, theirs, metric in both
+                    f"{format_number(theirs.mean())} | {verdict(pair(ours, theirs), metric)}"
+                    for ours, theirs, metric in both
                 ]
                 yield f"| {name} | {scenario.methods[method].title} | {' | '.join(cells)} |"
     yield ""
@@ -84,7 +85,7 @@ def verdict(found: Paired, metric: Metric) -> str:
 
 def interval(mean: float, low: float, high: float) -> str:
     """A difference with its interval, where it has one; a line may break between the two alone."""
-    shown, least, most = numbers([mean, low, high])
+    shown, least, most = format_numbers([mean, low, high])
     sign = "+" if mean > 0 else ""
     return f"{sign}{shown} [{least},\N{NO-BREAK SPACE}{most}]" if high >= low else f"{sign}{shown}"
 

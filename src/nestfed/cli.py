@@ -25,7 +25,7 @@ from nestfed import workbench
 from nestfed.core.settings import UserError
 from nestfed.experiments import EXPERIMENTS
 from nestfed.workbench import cluster
-from nestfed.workbench.fields import Option, flatten, merge_file, options_of, parse_pair, parse_value, read_settings
+from nestfed.workbench.fields import Option, flatten, list_options, merge_file, parse_pair, parse_value, read_settings
 from nestfed.workbench.task_options import (
     DATA,
     PRIVACY,
@@ -105,7 +105,7 @@ def make_flag(option: Option, task: type[TabularOptions]) -> TyperOption:
         is_flag=switch,
         multiple=option.is_repeated,
         default=None if option.is_repeated else option.default,
-        show_default=option.usual_of(task) or option.default is not None,
+        show_default=option.find_usual(task) or option.default is not None,
         metavar=metavar,
         help=escape(option.help),
         rich_help_panel=option.panel,
@@ -116,7 +116,7 @@ class TaskCommand(TyperCommand):
     """A verb about one task: its flags are the options of the task and those of every run."""
 
     def __init__(self, verb: "Verb", task: type[TabularOptions]):
-        self.verb, self.task, self.options = verb, task, options_of(task) | options_of(CommonOptions)
+        self.verb, self.task, self.options = verb, task, list_options(task) | list_options(CommonOptions)
         options = sorted(self.options.values(), key=lambda option: PANELS.index(option.panel))
         what = "Settings of a file; flags win over them."
         file = TyperArgument(param_decls=["file"], required=False, metavar="[FILE.toml]", help=what)
@@ -148,7 +148,7 @@ class TaskCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            others = [option for task in TASKS.values() for option in options_of(task).values()]
+            others = [option for task in TASKS.values() for option in list_options(task).values()]
             name = next((option.name for option in others if error.option_name in option.flags), None)
             if name is None:
                 raise
@@ -225,7 +225,7 @@ GRID = TyperOption(
 )
 
 
-PROCESSES = [make_flag(option, TASKS[USUAL_TASK]) for option in options_of(ClusterOptions).values()]
+PROCESSES = [make_flag(option, TASKS[USUAL_TASK]) for option in list_options(ClusterOptions).values()]
 
 
 @add_verb(OUT, RESUME, TRACK, JSON, QUIET, *PROCESSES)
@@ -278,12 +278,14 @@ def sweep(
     values |= {key: [parse_value(one) for one in text.split(",")] for key, text in map(parse_pair, grid or ())}
     search = workbench.sweep(**settings, grid=values, out=out, progress=False if quiet or json_ else None)
     if json_:
-        _print_json({"folder": str(search.folder), "best": search.best, "settings": _records(search.table)})
+        _print_json({"folder": str(search.folder), "best": search.best, "settings": _list_records(search.table)})
     elif quiet:
         typer.echo(str(search.folder / "best.toml"))
     else:
         shown = [c for c in search.table.columns if c in values or c.startswith(("score", "validation", "diverged"))]
-        _console().print(_table(search.table.loc[:, shown], title="Settings, best first (chosen by validation data)"))
+        _make_console().print(
+            _make_table(search.table.loc[:, shown], title="Settings, best first (chosen by validation data)")
+        )
         typer.echo(f"run the best one: {search.command}")
         typer.echo(str(search.folder))
 
@@ -296,25 +298,27 @@ def cost(settings: dict[str, Any], file: str | None, json_: bool) -> None:
 
     `nestfed cost TASK --help` shows what a task may be asked for.
     """
-    table = workbench.cost_table(**settings)
-    _print_json(_records(table)) if json_ else _console().print(_table(table, title="One client, one round"))
+    table = workbench.tabulate_costs(**settings)
+    _print_json(_list_records(table)) if json_ else _make_console().print(
+        _make_table(table, title="One client, one round")
+    )
 
 
 # ------------------------------------------------------------------------------------------------- other commands
 
 
-def _flag(help: str, *names: str) -> Any:
+def _make_switch(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=OUTPUT, show_default=False)
 
 
-Out = Annotated[Path | None, _flag(OUT_HELP)]
-Json = Annotated[bool, _flag(JSON_HELP, "--json")]
-Quiet = Annotated[bool, _flag(QUIET_HELP, "--quiet", "-q")]
+Out = Annotated[Path | None, _make_switch(OUT_HELP)]
+Json = Annotated[bool, _make_switch(JSON_HELP, "--json")]
+Quiet = Annotated[bool, _make_switch(QUIET_HELP, "--quiet", "-q")]
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, _flag(OUT_HELP)] = Path("runs/demo"),
+    out: Annotated[Path, _make_switch(OUT_HELP)] = Path("runs/demo"),
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -356,7 +360,7 @@ def list_(
         fields = dataclasses.fields(find(what))
         rows = [(field.name, default(field), field.metadata.get("description", "")) for field in fields]
         frame = pd.DataFrame(rows, columns=["setting", "default", "meaning"])
-    _print_json(frame.to_dict("records")) if json_ else _console().print(_table(frame))
+    _print_json(frame.to_dict("records")) if json_ else _make_console().print(_make_table(frame))
 
 
 @app.command()
@@ -384,10 +388,11 @@ def reproduce(
         typer.Argument(help="\n\n".join(f"{name}: {what}." for name, what in EXPERIMENTS.items()), show_default=False),
     ],
     out: Out = None,
-    quick: Annotated[bool, _flag("A small version, to see that it works.")] = False,
-    resume: Annotated[bool, _flag("Go on in a folder that is there.")] = False,
+    quick: Annotated[bool, _make_switch("A small version, to see that it works.")] = False,
+    resume: Annotated[bool, _make_switch("Go on in a folder that is there.")] = False,
     from_cells: Annotated[
-        bool, _flag("Write page, figures and verdicts again from kept trainings; in a clone, those of experiments/.")
+        bool,
+        _make_switch("Write page, figures and verdicts again from kept trainings; in a clone, those of experiments/."),
     ] = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -473,7 +478,7 @@ def _run(
 ) -> None:
     def show(tables: Sequence[tuple[str, Any]]) -> None:
         for title, frame in tables:
-            _console().print(_table(frame, title=title))
+            _make_console().print(_make_table(frame, title=title))
 
     silent = quiet or json_
     how: dict[str, Any] = {"out": out, "resume": resume, "track": track}
@@ -493,22 +498,22 @@ def _show(study: Any, *, json_: bool, quiet: bool) -> None:
     from nestfed.report import statistics, tables
 
     if json_:
-        table = statistics.headline(study.record).reset_index()
-        content = {"folder": str(study.folder), "report": str(study.report), "headline": _records(table)}
+        table = statistics.make_headline(study.record).reset_index()
+        content = {"folder": str(study.folder), "report": str(study.report), "headline": _list_records(table)}
         _print_json(content | {name: study.record.about.get(name) for name in ("notes", "gains", "tuned")})
         return
     if not quiet:
-        _, shown = tables.headline(study.record)
+        _, shown = tables.tabulate_headline(study.record)
         # On a terminal a metric per line reads better than one very wide table.
         shown = shown.set_index("method").T.rename_axis("").reset_index()
         seeds = len(study.record.about["seeds"])
         title = (
             f"{study.record.about['title']}, {seeds} seed{'s' * (seeds > 1)}: mean ± std, difference [95 % interval]"
         )
-        _console().print(_table(shown, title=title))
+        _make_console().print(_make_table(shown, title=title))
         if len(study.record.candidates):
-            _, found = tables.candidates(study.record)
-            _console().print(_table(found, title="What a limit on the gap costs (validation rows decide)"))
+            _, found = tables.tabulate_candidates(study.record)
+            _make_console().print(_make_table(found, title="What a limit on the gap costs (validation rows decide)"))
         for note in study.record.about["notes"]:
             typer.echo(f"note: {note}")
         for gain in study.record.about["gains"].values():
@@ -516,12 +521,12 @@ def _show(study: Any, *, json_: bool, quiet: bool) -> None:
     typer.echo(str(study.report))
 
 
-def _console() -> Console:
+def _make_console() -> Console:
     """As wide as the terminal; a file or a pipe has room."""
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
-def _table(frame: Any, title: str | None = None) -> Table:
+def _make_table(frame: Any, title: str | None = None) -> Table:
     shown = Table(title=title, title_justify="left")
     for column in frame.columns:
         numeric = frame[column].dtype.kind in "biufc"
@@ -533,7 +538,7 @@ def _table(frame: Any, title: str | None = None) -> Table:
     return shown
 
 
-def _records(frame: Any) -> list[dict[str, Any]]:
+def _list_records(frame: Any) -> list[dict[str, Any]]:
     return json.loads(str(frame.to_json(orient="records")))  # NaN becomes null
 
 

@@ -42,7 +42,7 @@ def init_dense(key: Array, inputs: int, outputs: int, gain: float = 1.0) -> PyTr
     return {"weight": weight, "bias": jnp.zeros(outputs)}
 
 
-def planes_of(images: Array) -> Array:
+def convert_to_planes(images: Array) -> Array:
     """Turn [rows, height, width, channels] into [channels, height, width, rows]."""
     return images.transpose(3, 1, 2, 0)
 
@@ -73,7 +73,7 @@ def convolve(planes: Array, kernel: Array, stride: int = 1, padding: int | str =
             f"{padding!r}; use larger images, a smaller kernel or more padding."
         )
     if min(high, wide) < pool:
-        raise _too_small_to_pool(high, wide, pool)
+        raise _refuse_to_pool(high, wide, pool)
     # The outputs at one place of all windows are a convolution of their own, of stride x pool: each is a product, and
     # the largest of these matrices is kept. Strided slices are made once; all shifts are then runs of memory.
     high, wide, jump = high // pool, wide // pool, stride * pool
@@ -88,25 +88,25 @@ def convolve(planes: Array, kernel: Array, stride: int = 1, padding: int | str =
         return weights @ jnp.concatenate([shifted(i, j) for i, j in corners]).reshape(flat, -1)
 
     products = [product(first, second) for first in range(pool) for second in range(pool)]
-    return functools.reduce(_larger, products).reshape(outputs, high, wide, -1)
+    return functools.reduce(_pick_larger, products).reshape(outputs, high, wide, -1)
 
 
 @jax.custom_jvp
-def _larger(first: Array, second: Array) -> Array:
+def _pick_larger(first: Array, second: Array) -> Array:
     return jnp.maximum(first, second)
 
 
-@_larger.defjvp
-def _larger_jvp(primals, tangents):
+@_pick_larger.defjvp
+def _pick_larger_jvp(primals, tangents):
     """Among equals the first counts, as elsewhere in the field; JAX's own rule halves, which takes longer."""
     (first, second), (its_change, other_change) = primals, tangents
     chosen = first >= second
-    return _larger(first, second), jnp.where(chosen, its_change, other_change)
+    return _pick_larger(first, second), jnp.where(chosen, its_change, other_change)
 
 
 def conv2d(images: Array, kernel: Array, stride: int = 1, padding: int | str = "SAME") -> Array:
     """Do as `convolve`, for images [rows, height, width, channels] in networks of your own."""
-    return convolve(planes_of(images), kernel, stride, padding).transpose(3, 1, 2, 0)
+    return convolve(convert_to_planes(images), kernel, stride, padding).transpose(3, 1, 2, 0)
 
 
 def init_kernel(key: Array, size: int, inputs: int, outputs: int) -> Array:
@@ -114,18 +114,18 @@ def init_kernel(key: Array, size: int, inputs: int, outputs: int) -> Array:
     return jax.random.normal(key, (size, size, inputs, outputs)) * math.sqrt(2 / (size * size * inputs))
 
 
-def _too_small_to_pool(height: int, width: int, window: int) -> UserError:
+def _refuse_to_pool(height: int, width: int, window: int) -> UserError:
     return UserError(
         f"images of {height} x {width} are too small to pool windows of {window} x {window}; pool less often, or use "
         "larger images."
     )
 
 
-def _windows(planes: Array, window: int) -> Array:
+def _cut_windows(planes: Array, window: int) -> Array:
     """Return windows side by side, [channels, height, window, width, window, rows], without what does not fill one."""
     channels, height, width, rows = planes.shape
     if min(height, width) < window:
-        raise _too_small_to_pool(height, width, window)
+        raise _refuse_to_pool(height, width, window)
     high, wide = height // window, width // window
     return planes[:, : high * window, : wide * window].reshape(channels, high, window, wide, window, rows)
 
@@ -134,14 +134,14 @@ def max_pool(planes: Array, window: int = 2) -> Array:
     """Return the largest number of every window; windows lie side by side, and a border that fills none is left out."""
     if window == 1:
         return planes
-    windows = _windows(planes, window)
-    lines = functools.reduce(_larger, [windows[:, :, i] for i in range(window)])
-    return functools.reduce(_larger, [lines[:, :, :, i] for i in range(window)])
+    windows = _cut_windows(planes, window)
+    lines = functools.reduce(_pick_larger, [windows[:, :, i] for i in range(window)])
+    return functools.reduce(_pick_larger, [lines[:, :, :, i] for i in range(window)])
 
 
 def average_pool(planes: Array, window: int = 2) -> Array:
     """Return the mean of every window; windows lie side by side, and a border that fills none is left out."""
-    return planes if window == 1 else _windows(planes, window).mean((2, 4))
+    return planes if window == 1 else _cut_windows(planes, window).mean((2, 4))
 
 
 GROUPS = 8
@@ -164,7 +164,7 @@ def group_norm(layer: PyTree, planes: Array, groups: int = GROUPS) -> Array:
             "or norm='batch'."
         )
     grouped = planes.reshape(groups, channels // groups, *rest)
-    return _affine(layer, _standardise(grouped, (1, 2, 3)).reshape(planes.shape), planes.dtype)
+    return _scale_and_shift(layer, _standardise(grouped, (1, 2, 3)).reshape(planes.shape), planes.dtype)
 
 
 def batch_norm(layer: PyTree, planes: Array) -> Array:
@@ -172,15 +172,15 @@ def batch_norm(layer: PyTree, planes: Array) -> Array:
 
     There are no running statistics: what a network answers for an image depends on the others in the batch.
     """
-    return _affine(layer, _standardise(planes, (1, 2, 3)), planes.dtype)
+    return _scale_and_shift(layer, _standardise(planes, (1, 2, 3)), planes.dtype)
 
 
-def _affine(layer: PyTree, values: Array, dtype: Any) -> Array:
-    scale, shift = _per_channel(layer["scale"]), _per_channel(layer["shift"])
+def _scale_and_shift(layer: PyTree, values: Array, dtype: Any) -> Array:
+    scale, shift = _spread_over_channels(layer["scale"]), _spread_over_channels(layer["shift"])
     return (values * scale + shift).astype(dtype)
 
 
-def _per_channel(vector: Array) -> Array:
+def _spread_over_channels(vector: Array) -> Array:
     return vector[:, None, None, None]
 
 
@@ -312,7 +312,7 @@ def layer_norm(layer: PyTree, values: Array) -> Array:
     return (_standardise(values, (-1,)) * layer["scale"][None] + layer["shift"][None]).astype(values.dtype)
 
 
-def _logits(head: PyTree, features: Array) -> Array:
+def _compute_logits(head: PyTree, features: Array) -> Array:
     logits = dense(head, features)
     return logits[:, 0] if logits.shape[1] == 1 else logits
 
@@ -348,7 +348,7 @@ class ImageModel(abc.ABC):
     def __call__(self, params: PyTree, images: Array) -> Array:
         """Return logits: [rows] for one output, [rows, outputs] for several."""
         head = params["head"]
-        return _logits(head, self.features(params["extractor"], images).astype(head["weight"].dtype))
+        return _compute_logits(head, self.features(params["extractor"], images).astype(head["weight"].dtype))
 
     def _planes(self, images: Array, parameter: Array) -> Array:
         if not jnp.issubdtype(images.dtype, jnp.floating):
@@ -356,7 +356,7 @@ class ImageModel(abc.ABC):
                 f"images of type {images.dtype} were given to a network; normalise them to floating-point numbers "
                 "first, for example (images / 255 - mean) / deviation."
             )
-        return planes_of(images.astype(self.dtype or jnp.promote_types(images.dtype, parameter.dtype)))
+        return convert_to_planes(images.astype(self.dtype or jnp.promote_types(images.dtype, parameter.dtype)))
 
 
 class Convolution(NamedTuple):
@@ -407,7 +407,7 @@ class CNN(ImageModel):
             # A ReLU and a bias keep the order of numbers: after pooling they do the same to fewer numbers.
             at_once = layer.pool if self.norm is None else 1
             values = convolve(values, params["kernel"], layer.stride, layer.padding, at_once)
-            values = jax.nn.relu(_add(values, _per_channel(params["bias"])))
+            values = jax.nn.relu(_add(values, _spread_over_channels(params["bias"])))
             if self.norm is not None:
                 values = max_pool(NORMS[self.norm](params["norm"], values), layer.pool)
         return values.transpose(3, 1, 2, 0).reshape(values.shape[3], -1)
@@ -484,7 +484,7 @@ IMAGE_MODELS: dict[str, Entry[ImageModel]] = {
 }
 
 
-def model_named(name: str) -> RowModel:
+def find_model(name: str) -> RowModel:
     """Return a model for rows of numbers; `dataclasses.replace(model, outputs=...)` gives it classes."""
     return _find(name, MODELS, "rows of numbers")
 
@@ -495,14 +495,14 @@ def describe_model(model: RowModel) -> dict[str, Any]:
     return {"kind": type(model).__name__, **dataclasses.asdict(fields)}
 
 
-def model_from(description: Mapping[str, Any]) -> RowModel:
+def make_model(description: Mapping[str, Any]) -> RowModel:
     """Return the model that `describe_model` described."""
     kinds: dict[str, type[RowModel]] = {kind.__name__: kind for kind in (Perceptron, TabularNetwork)}
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in description.items()}
     return kinds[description["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
 
 
-def image_model_named(name: str) -> ImageModel:
+def find_image_model(name: str) -> ImageModel:
     """Return a model for images; `dataclasses.replace(model, outputs=..., dtype=...)` changes it."""
     return _find(name, IMAGE_MODELS, "images")
 

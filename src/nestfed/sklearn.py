@@ -24,13 +24,13 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, c
 from nestfed.core.settings import UserError
 from nestfed.data.table import Table, name_column
 from nestfed.workbench.commands import choose_settings
-from nestfed.workbench.fields import options_of
+from nestfed.workbench.fields import list_options
 from nestfed.workbench.request import Request
-from nestfed.workbench.results import history_frame
+from nestfed.workbench.results import make_history_frame
 from nestfed.workbench.scenarios.fair_limit import Choice
 from nestfed.workbench.stages import DIVERGED, run_method, set_up
 from nestfed.workbench.task_options import TASKS, CommonOptions
-from nestfed.workbench.tuning import changes_of
+from nestfed.workbench.tuning import list_changes
 
 __all__ = ["AveragePrecisionClassifier", "FairClassifier", "PersonalClassifier", "RobustClassifier"]
 
@@ -68,7 +68,7 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
     def __init_subclass__(cls) -> None:
         """The parameters are the options of the task, each described where all options are."""
         super().__init_subclass__()
-        options = options_of(TASKS[cls.task]) | options_of(CommonOptions)
+        options = list_options(TASKS[cls.task]) | list_options(CommonOptions)
         chosen = {name: option for name, option in options.items() if name not in ELSEWHERE}
         defaults: dict[str, Any] = {"algorithm": cls.method} | {name: o.default for name, o in chosen.items()}
         defaults |= {"partition": "iid", "random_state": 0}  # who is not told who holds the rows deals them evenly
@@ -103,8 +103,8 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probabilities of the two classes, in the order of `classes_`, for every row: [rows, 2]."""
-        frame = self._frame(X)
-        return _both(self.model_.probability(frame))
+        frame = self._make_frame(X)
+        return _pair_probabilities(self.model_.probability(frame))
 
     def predict(self, X: Any) -> np.ndarray:
         """The more probable class of every row."""
@@ -115,7 +115,7 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
 
     def _fit(self, X: Any, y: Any, **roles: Iterable[Any] | None) -> Self:
         frame, labels = self._check(X, y)
-        given = {role: _entries(role, values, len(frame)) for role, values in roles.items() if values is not None}
+        given = {role: _read_entries(role, values, len(frame)) for role, values in roles.items() if values is not None}
         names = {role: name_column(frame, role) for role in ("y", *given)}
         frame = frame.assign(**{names["y"]: labels, **{names[role]: values for role, values in given.items()}})
         table = Table(
@@ -126,7 +126,7 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
             groups=(names["groups"],) if "groups" in names else (),
             client=names.get("clients"),
         )
-        self.model_, self.history_ = self._train(table, self._request(dealt="clients" not in given))
+        self.model_, self.history_ = self._train(table, self._make_request(dealt="clients" not in given))
         return self
 
     def _train(self, table: Table, request: Request) -> tuple[Any, pd.DataFrame]:
@@ -135,8 +135,8 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
         name = request.methods[-1]  # with a limit it is the method that keeps it
         trials = set_up(scenario, [seed])
         if chosen := choose_settings(request, trials, progress=False):
-            request = request.adopt(changes_of(chosen))
-        algorithms = scenario.algorithms(name, trials.first, request.changes(name))
+            request = request.adopt(list_changes(chosen))
+        algorithms = scenario.make_algorithms(name, trials.first, request.changes(name))
         trace = run_method(trials, name, algorithms, seed, request.budget, progress=False)
         if trace.status == DIVERGED:
             raise UserError(f"{scenario.method(name).title} diverged; use smaller step sizes, set={{'lr': ...}}.")
@@ -146,9 +146,9 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
             nearest = f"the gap of the nearest one is at most {trace.left.bound:.4f} with the confidence asked for"
             message = f"no model was found within the limit; {nearest}."
             warnings.warn(message, ConvergenceWarning, stacklevel=4)
-        return scenario.make_model(trials.first, trace.left), history_frame(trials, trace)
+        return scenario.make_model(trials.first, trace.left), make_history_frame(trials, trace)
 
-    def _request(self, *, dealt: bool) -> Request:
+    def _make_request(self, *, dealt: bool) -> Request:
         """What a command line would ask for."""
         settings = self.get_params(deep=False)
         state = settings.pop("random_state")
@@ -160,7 +160,7 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
 
     def _check(self, X: Any, y: Any) -> tuple[pd.DataFrame, np.ndarray]:
         """The columns of X with names, and y as 0 and 1."""
-        frame = self._frame(X, y)
+        frame = self._make_frame(X, y)
         y = column_or_1d(y, warn=True)
         check_consistent_length(frame, y)
         check_classification_targets(y)
@@ -171,7 +171,7 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
             raise UserError(f"y has one class only ({self.classes_[0]}); a classifier needs two.")
         return frame, labels
 
-    def _frame(self, X: Any, y: Any = NO_LABELS) -> pd.DataFrame:
+    def _make_frame(self, X: Any, y: Any = NO_LABELS) -> pd.DataFrame:
         """X as a table with names for its columns; with labels where this is to fit."""
         fitting = y is not NO_LABELS
         if not fitting:
@@ -190,14 +190,14 @@ class TaskClassifier(ClassifierMixin, BaseEstimator):
         return frame.reset_index(drop=True)
 
 
-def _entries(role: str, values: Iterable[Any], rows: int) -> np.ndarray:
+def _read_entries(role: str, values: Iterable[Any], rows: int) -> np.ndarray:
     entries = np.asarray(values, object)
     if entries.shape != (rows,):
         raise UserError(f"{role} of shape {entries.shape} were given for {rows} rows; give one entry per row.")
     return entries
 
 
-def _both(positive: np.ndarray) -> np.ndarray:
+def _pair_probabilities(positive: np.ndarray) -> np.ndarray:
     """The probabilities of 0 and 1 from that of 1."""
     positive = np.asarray(positive, float)
     return np.column_stack([1 - positive, positive])
@@ -248,14 +248,16 @@ class PersonalClassifier(TaskClassifier):
 
         clients    whose model answers for each row; None: the mean of what all clients' models answer
         """
-        frame = self._frame(X)
+        frame = self._make_frame(X)
         if clients is None:
-            return _both(np.mean([self.model_.of(name).probability(frame) for name in self.model_.clients], axis=0))
-        owners = pd.Series(_entries("clients", clients, len(frame))).map(str)
+            return _pair_probabilities(
+                np.mean([self.model_.of(name).probability(frame) for name in self.model_.clients], axis=0)
+            )
+        owners = pd.Series(_read_entries("clients", clients, len(frame))).map(str)
         answers = np.empty(len(frame))
         for name, rows in owners.groupby(owners).groups.items():
             answers[rows] = self.model_.of(str(name)).probability(frame.loc[rows])
-        return _both(answers)
+        return _pair_probabilities(answers)
 
     def predict(self, X: Any, clients: Iterable[Any] | None = None) -> np.ndarray:
         """The more probable class of every row; `clients` as for `predict_proba`."""

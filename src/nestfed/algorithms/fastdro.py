@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nestfed.core.algorithm import Algorithm, Shared
-from nestfed.core.randomness import random_words
+from nestfed.core.randomness import draw_words
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
 from nestfed.problems.worst_case import chi_square, chi_square_ball, cvar, kl_cvar
@@ -86,14 +86,14 @@ class FastDRO(Algorithm):
     def answer(self, losses, weights, key):
         """Return [clients, b]: the factors of each client's losses that make the mean over clients sum p_i l_i."""
         shares = (weights / weights.sum()).astype(losses.dtype)
-        p = self.worst_weights(losses, shares, self.level(key) if self.levels else None)
+        p = self.find_worst_weights(losses, shares, self.level(key) if self.levels else None)
         return p / jnp.where(shares > 0, shares, 1)[:, None]
 
     def level(self, key):
         """Draw 1, 2, ...: one more than the number of zeros with which a random word begins."""
-        return jnp.minimum(1 + lax.clz(random_words(key, 1)[0]).astype(int), self.levels)
+        return jnp.minimum(1 + lax.clz(draw_words(key, 1)[0]).astype(int), self.levels)
 
-    def worst_weights(self, losses, shares, level):
+    def find_worst_weights(self, losses, shares, level):
         """Return p [clients, b] for losses [clients, b]; shares [clients] are the clients' nominal weights."""
         rows = losses.shape[1]
         row = jnp.arange(rows)

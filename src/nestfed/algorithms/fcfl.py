@@ -107,14 +107,14 @@ class FCFL(Algorithm):
 
             def stage_one():
                 excess = of_disparity @ uploads.disparity > self.tolerance
-                share = disparity_share(worst_loss_gradient, worst_disparity_gradient, excess)
+                share = find_disparity_share(worst_loss_gradient, worst_disparity_gradient, excess)
                 return (1 - share) * worst_loss_gradient + share * worst_disparity_gradient
 
             def stage_two():
                 gradients = jnp.concatenate([uploads.loss_gradient, worst_disparity_gradient[None]])
                 limit = jnp.max(jnp.where(present, uploads.disparity, -jnp.inf)) >= self.tolerance
                 target = uploads.loss_gradient.sum(0) / present.sum()
-                return pareto_weights(gradients, target, jnp.append(present, limit)) @ gradients
+                return find_pareto_weights(gradients, target, jnp.append(present, limit)) @ gradients
 
             direction = lax.cond(server.steps < self.stage_one_steps, stage_one, stage_two)
         norms = jnp.stack([jnp.linalg.norm(g) for g in (worst_loss_gradient, worst_disparity_gradient)])
@@ -122,7 +122,7 @@ class FCFL(Algorithm):
         return direction, jnp.where(0.1 * norms <= server.widths, narrower, server.widths)
 
 
-def disparity_share(loss_gradient, disparity_gradient, excess):
+def find_disparity_share(loss_gradient, disparity_gradient, excess):
     """Return a_2 of stage 1, a_1 being 1 - a_2; as the objective is linear, an end of the feasible interval is best."""
     ll, ld, dd = (
         loss_gradient @ loss_gradient,
@@ -133,7 +133,7 @@ def disparity_share(loss_gradient, disparity_gradient, excess):
     return jnp.where(excess, jnp.where(dd >= ld, largest, 0), jnp.where(ll >= ld, 0, 1)).astype(ll.dtype)
 
 
-def pareto_weights(gradients, target, present):
+def find_pareto_weights(gradients, target, present):
     """Return the a on the simplex that maximises <a @ gradients, target>  s.t.  <a @ gradients, each gradient> >= 0.
 
     Rows of `gradients` that are not present get weight zero and impose no condition.

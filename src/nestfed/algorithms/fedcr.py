@@ -78,9 +78,9 @@ class FedCR(PersonalMethod):
         return self.synchronise(problem, s, fed) if fed.sync else s
 
     def synchronise(self, problem, s, fed):
-        experts = fed.rows.pass_over(lambda batch, weights: class_experts(problem, s, batch, weights, fed.key))
+        experts = fed.rows.pass_over(lambda batch, weights: sum_class_experts(problem, s, batch, weights, fed.key))
         u = fed.mean(s.u, around=fed.server.u)
-        precision, weighted = fed.gather(widen(*experts), reply=total)
+        precision, weighted = fed.gather(widen(*experts), reply=add_up)
         precision = 1 + precision
         blend = lambda old, new: (1 - self.memory) * old + self.memory * new
         deviation = jnp.maximum(precision**-0.5, SMALLEST_DEVIATION)
@@ -89,7 +89,7 @@ class FedCR(PersonalMethod):
         )
 
 
-def class_experts(problem, s, batch, weights, key):
+def sum_class_experts(problem, s, batch, weights, key):
     """Return (sum of precisions, sum of means times precisions) [C, d_z] over the rows that count, by class."""
     mean, deviation = problem.gaussians(problem.representations(s.u, Sample(batch, key)))
     members = jax.nn.one_hot(batch[1], len(s.mean), axis=0, dtype=mean.dtype)
@@ -105,26 +105,26 @@ def widen(precision, weighted):
     return precision * factor, weighted * factor
 
 
-def total(values, cohort, slot, key):
+def add_up(values, cohort, slot, key):
     """Return the sum over those who take part."""
     add = lambda a: jnp.sum(jnp.where(cohort.present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0), 0)
     return jax.tree.map(add, values)
 
 
-def divergence(mean, deviation, other_mean, other_deviation):
+def compute_divergence(mean, deviation, other_mean, other_deviation):
     """Return KL(N(mean, deviation^2) || N(other)) of each row, summed over entries."""
     ratio = (deviation / other_deviation) ** 2
     return 0.5 * jnp.sum(ratio + ((mean - other_mean) / other_deviation) ** 2 - 1 - jnp.log(ratio), axis=-1)
 
 
-def encoder_from_class(mean, deviation, beta, features, labels):
+def compare_encoder_to_class(mean, deviation, beta, features, labels):
     ours = GaussianEncoder.gaussians(features)
-    return beta * jnp.mean(divergence(*ours, mean[labels], deviation[labels]))
+    return beta * jnp.mean(compute_divergence(*ours, mean[labels], deviation[labels]))
 
 
-def class_from_encoder(mean, deviation, beta, features, labels):
+def compare_class_to_encoder(mean, deviation, beta, features, labels):
     ours = GaussianEncoder.gaussians(features)
-    return beta * jnp.mean(divergence(mean[labels], deviation[labels], *ours))
+    return beta * jnp.mean(compute_divergence(mean[labels], deviation[labels], *ours))
 
 
-PENALTIES = {"code": class_from_encoder, "bound": encoder_from_class}
+PENALTIES = {"code": compare_class_to_encoder, "bound": compare_encoder_to_class}

@@ -58,7 +58,7 @@ class FedMinMax(Algorithm):
                 "numbers; give alpha one number per group."
             )
         rho = fed.mean(shares.astype(alpha.dtype))
-        return self.State(x=x, alpha=ratio(rho, rho), mu=rho, rho=rho)
+        return self.State(x=x, alpha=divide(rho, rho), mu=rho, rho=rho)
 
     def step(self, problem, s, draw, fed):
         gradient, _ = problem.gradients(s.x, s.alpha, draw(0))
@@ -66,16 +66,16 @@ class FedMinMax(Algorithm):
         q = (jnp.where(counts > 0, risks * counts, 0) / counts.sum()).astype(s.mu.dtype)
         x = problem.feasible_x(s.x - at(self.lr, fed.t) * gradient)
         x, q = fed.mean((x, q), around=(s.x, None))
-        mu = nearest_weights(s.mu + at(self.weight_lr, fed.t) * ratio(q, s.rho), s.rho > 0, self.floor)
-        return s._replace(x=problem.feasible_x(x), alpha=ratio(mu, s.rho), mu=mu)
+        mu = find_nearest_weights(s.mu + at(self.weight_lr, fed.t) * divide(q, s.rho), s.rho > 0, self.floor)
+        return s._replace(x=problem.feasible_x(x), alpha=divide(mu, s.rho), mu=mu)
 
 
-def ratio(numerator, rho):
+def divide(numerator, rho):
     """Return numerator / rho, and zero for groups without a row."""
     return jnp.where(rho > 0, numerator / jnp.where(rho > 0, rho, 1), 0)
 
 
-def nearest_weights(point, known, floor):
+def find_nearest_weights(point, known, floor):
     """Return the nearest point of the simplex whose known entries are at least `floor` and whose others are zero."""
     number = known.sum().astype(point.dtype)
     floor = jnp.minimum(floor, 0.999 / number).astype(point.dtype)  # so that the projection has something to divide

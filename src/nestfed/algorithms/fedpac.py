@@ -61,7 +61,7 @@ class Upload(NamedTuple):
     variance: Array
 
 
-def membership(labels, classes, weights, dtype):
+def weigh_by_class(labels, classes, weights, dtype):
     """Return [C, rows]: the weight of every row at its class."""
     members = jax.nn.one_hot(labels, classes, axis=0, dtype=dtype)
     return members / labels.size if weights is None else members * weights.astype(dtype)[None]
@@ -104,7 +104,7 @@ class FedPAC(HeadThenBody):
     def statistics(self, problem, s, fed):
         def of_block(batch, weights):
             z = problem.representations(s.u, Sample(batch, fed.key))
-            members = membership(batch[1], len(s.known), weights, z.dtype)
+            members = weigh_by_class(batch[1], len(s.known), weights, z.dtype)
             rows = batch[1].size if weights is None else jnp.sum(weights > 0)
             squares = jnp.vdot(members.sum(0), jnp.sum(z**2, axis=1))
             return Statistics(members.sum(1), members @ z, squares, jnp.asarray(rows, z.dtype))
@@ -115,7 +115,7 @@ class FedPAC(HeadThenBody):
         own = s.own.sums / jnp.where(s.own.shares > 0, s.own.shares, 1)[:, None]
         targets = jnp.where(s.known[:, None] > 0, s.prototypes, own)
         strength = self.coupling * jnp.max(s.known)  # zero before the first prototypes
-        return problem.gradients(s.u, s.v, draw(0), Partial(pull, targets, strength))[0]
+        return problem.gradients(s.u, s.v, draw(0), Partial(measure_pull, targets, strength))[0]
 
     def synchronise(self, problem, s, draw, fed):
         new = self.statistics(problem, s, fed)
@@ -135,10 +135,10 @@ class FedPAC(HeadThenBody):
         clean = lambda a: jnp.where(present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0)  # an absent client may send NaN
         uploads = Upload(*map(clean, uploads))
         with jax.default_matmul_precision("highest"):
-            weights = self.head_weights(uploads.variance, uploads.sums, present, slot)
+            weights = self.find_head_weights(uploads.variance, uploads.sums, present, slot)
             return weights @ uploads.head
 
-    def head_weights(self, variances, sums, present, slot):
+    def find_head_weights(self, variances, sums, present, slot):
         """Return the shares of everybody's head in that of the client at this slot."""
         gaps = (sums[slot][None] - sums).reshape(len(present), -1)
         on = present.astype(gaps.dtype)
@@ -153,6 +153,6 @@ class FedPAC(HeadThenBody):
         return jnp.where(jnp.isfinite(form).all() & (total > 0), weights / jnp.where(total > 0, total, 1), alone)
 
 
-def pull(prototypes, strength, z, labels):
+def measure_pull(prototypes, strength, z, labels):
     """Return strength times the mean squared gap to the prototypes of the rows' classes."""
     return strength * jnp.mean((z - prototypes[labels]) ** 2)

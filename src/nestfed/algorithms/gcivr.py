@@ -74,14 +74,14 @@ class GCIVR(Algorithm):
         return ((self.refresh, 1, False), (self.step, self.local_steps - 2, False), (self.step, 1, True))
 
     def refresh(self, problem, s, draw, fed):
-        add = lambda j, total: plus(total, estimates(problem, s.x, draw(j)))
-        total = lax.fori_loop(1, self.refresh_batches, add, estimates(problem, s.x, draw(0)))
-        return self.descend(problem, s, fed.mean(each(lambda a: a / self.refresh_batches, total)), draw, fed)
+        add = lambda j, total: add_trees(total, estimate(problem, s.x, draw(j)))
+        total = lax.fori_loop(1, self.refresh_batches, add, estimate(problem, s.x, draw(0)))
+        return self.descend(problem, s, fed.mean(apply_to_each(lambda a: a / self.refresh_batches, total)), draw, fed)
 
     def step(self, problem, s, draw, fed):
-        now, before = (estimates(problem, x, draw(0)) for x in (s.x, s.x_prev))
-        change = fed.mean(each(lambda a, b: a - b, now, before))
-        return self.descend(problem, s, plus((s.y, s.jacobian, s.w), change), draw, fed)
+        now, before = (estimate(problem, x, draw(0)) for x in (s.x, s.x_prev))
+        change = fed.mean(apply_to_each(lambda a, b: a - b, now, before))
+        return self.descend(problem, s, add_trees((s.y, s.jacobian, s.w), change), draw, fed)
 
     def descend(self, problem, s, estimate, draw, fed):
         y, jacobian, w = estimate
@@ -92,18 +92,18 @@ class GCIVR(Algorithm):
         return self.State(x, s.x, y, jacobian, w)
 
 
-def estimates(problem, x, sample):
+def estimate(problem, x, sample):
     """Return (inner value, its Jacobian, gradient of `extra` or None) on one batch."""
     return *problem.inner_jacobian(x, sample), problem.grad_extra(x, sample) if problem.has_extra else None
 
 
-def each(function, *trees):
+def apply_to_each(function, *trees):
     """Apply a function to the numbers of trees; Scaled ones know their own arithmetic."""
     return jax.tree.map(function, *trees, is_leaf=is_scaled)
 
 
-def plus(one, other):
-    return each(lambda a, b: a + b, one, other)
+def add_trees(one, other):
+    return apply_to_each(lambda a, b: a + b, one, other)
 
 
 def pull_back(jacobian, slope):

@@ -88,8 +88,8 @@ def _solve(gain: Array, form: Array | None, matrix: Array, present: Array, steps
         def lengths(d: Point) -> tuple[Array, Array]:
             """Return the longest steps of (weights and slacks, reduced costs and prices)."""
             if form is None:
-                return reach((a, s), (d.a, d.s)), reach((z, y), (d.z, d.y))
-            both = reach((a, s, z, y), (d.a, d.s, d.z, d.y))
+                return find_longest_step((a, s), (d.a, d.s)), find_longest_step((z, y), (d.z, d.y))
+            both = find_longest_step((a, s, z, y), (d.a, d.s, d.z, d.y))
             return both, both
 
         d = move(-a * z, -s * y)
@@ -109,7 +109,7 @@ def _solve(gain: Array, form: Array | None, matrix: Array, present: Array, steps
     return jnp.where(present, lax.fori_loop(0, steps, newton, start).a, 0)
 
 
-def reach(values: tuple[Array, ...], changes: tuple[Array, ...]) -> Array:
+def find_longest_step(values: tuple[Array, ...], changes: tuple[Array, ...]) -> Array:
     """Return the longest step, at most 1, that keeps all values nonnegative."""
     v, d = jnp.concatenate(values), jnp.concatenate(changes)
     return jnp.min(jnp.where(d < 0, -v / jnp.where(d < 0, d, -1), 1), initial=1)

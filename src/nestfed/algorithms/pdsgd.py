@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from nestfed.core.algorithm import Algorithm, Shared
-from nestfed.core.randomness import random_indices
+from nestfed.core.randomness import draw_indices
 from nestfed.core.schedules import at
 from nestfed.core.settings import setting, struct
 
@@ -52,7 +52,7 @@ class PDSGD(Algorithm):
         return self.State(x, jnp.zeros_like(x, shape=(number,)))
 
     def step(self, problem, s, draw, fed):
-        j, other = random_indices(fed.shared_key, 2, jnp.asarray(s.z.size))
+        j, other = draw_indices(fed.shared_key, 2, jnp.asarray(s.z.size))
         penalty = at(self.penalty, fed.t)
         _, gradient = problem.grad_objective(s.x, draw(0))
         value, slope = problem.grad_constraint(s.x, j, draw(0))

@@ -129,7 +129,7 @@ class _Reader:
             self.part("the function inside", value.__wrapped__)
             self.several([getattr(value, name, None) for name in _RULES])
         elif isinstance(value, types.BuiltinFunctionType) or _is_named_by_its_module(value):  # in C, or a ufunc
-            self.put("library", _module_of(value), value.__name__, _version(_module_of(value)))
+            self.put("library", _find_module(value), value.__name__, _find_version(_find_module(value)))
         elif hasattr(value, "__array__"):
             self.array(np.asarray(value))
         else:
@@ -141,11 +141,11 @@ class _Reader:
         try:
             reduced = _take_apart(value)
         except Exception as error:
-            raise self.refusal(value) from error
+            raise self.refuse(value) from error
         if isinstance(reduced, str):  # a name in a module, where another thing may stand
-            if getattr(sys.modules.get(_module_of(value)), reduced, None) is not value:
-                raise self.refusal(value)
-            self.put("named", _module_of(value), reduced)
+            if getattr(sys.modules.get(_find_module(value)), reduced, None) is not value:
+                raise self.refuse(value)
+            self.put("named", _find_module(value), reduced)
             return
         maker, arguments, state, items, entries = [*reduced, None, None, None][:5]
         self.several([maker, arguments, list(items or ())])
@@ -158,7 +158,7 @@ class _Reader:
                 if not isinstance(getattr(type(value), str(name), None), functools.cached_property):
                     self.part(str(name), attributes[name])
 
-    def refusal(self, value: Any) -> Unidentifiable:
+    def refuse(self, value: Any) -> Unidentifiable:
         return Unidentifiable(
             f"{' > '.join(self.path)} is a {type(value).__name__}, which cannot be told apart from another one: a "
             "checkpoint could resume with something else. Use functions, arrays and records (nestfed.struct) in "
@@ -175,20 +175,20 @@ class _Reader:
 
     def function(self, function: types.FunctionType) -> None:
         # Where its code is at home: a decorator may have given it another's __module__.
-        home = _top(str(function.__globals__.get("__name__", "")))
+        home = _find_top(str(function.__globals__.get("__name__", "")))
         of_library = _is_library(home) or home == "nestfed"
         mark = lambda value: "a mark of the library's" if of_library and type(value) is object else value
         self.put("function")
         self.code(function.__code__, function.__doc__)
         self.part("defaults", [mark(value) for value in function.__defaults__ or ()])
         self.part("keyword defaults", {name: mark(value) for name, value in (function.__kwdefaults__ or {}).items()})
-        names = _names_of(function.__code__)
+        names = _list_names(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.follow(name, mark(_contents(cell)), names)
+            self.follow(name, mark(_read_cell(cell)), names)
         if of_library:
             return
         self.part("attributes", vars(function))
-        for name in sorted(set(_globals_of(function.__code__))):
+        for name in sorted(set(_list_globals(function.__code__))):
             if name in _REACHING_ANYTHING and name not in function.__globals__:
                 raise Unidentifiable(
                     f"{' > '.join(self.path)} calls {name}(), by which it may reach anything; a checkpoint cannot know "
@@ -196,7 +196,7 @@ class _Reader:
                 )
             if name in function.__globals__:
                 self.follow(name, function.__globals__[name], names)
-        for name in sorted(set(_imports_of(function.__code__))):
+        for name in sorted(set(_list_imports(function.__code__))):
             try:
                 self.follow(name, importlib.import_module(name, function.__globals__.get("__package__")), names)
             except ImportError:
@@ -222,7 +222,7 @@ class _Reader:
 
     def kind(self, kind: type) -> None:
         if _is_of_a_library(kind) and not _is_ours(kind):
-            self.put("class", kind.__module__, kind.__qualname__, _version(kind.__module__))
+            self.put("class", kind.__module__, kind.__qualname__, _find_version(kind.__module__))
             return
         self.put("class", kind.__qualname__)
         made_by_python: set[str] = set()
@@ -239,14 +239,14 @@ class _Reader:
             self.part("metaclass", type(kind))
         for name, member in sorted(vars(kind).items()):
             if name not in _NOT_CONTENT | made_by_python and not isinstance(member, _SLOTS):
-                self.part(name, _inside(member))
+                self.part(name, _open_member(member))
 
     def module(self, module: types.ModuleType, names: Sequence[str]) -> None:
         """A module of a package by its version; one of the user's by its file, and by what these names stand for in it
         now, which may have come from other files or have been set by a program."""
         self.put("module", module.__name__)
         if _is_of_a_library(module) or _is_ours(module):
-            self.put(_version(module.__name__))
+            self.put(_find_version(module.__name__))
             return
         if (module, "") not in self.entered and getattr(module, "__file__", None) is not None:
             self.put(Path(str(module.__file__)).read_bytes())
@@ -271,7 +271,7 @@ _MADE_OF_DATACLASSES = {
 _MADE_OF_TUPLES = set(vars(collections.namedtuple("_MADE_OF_TUPLES", ()))) - {"_field_defaults"}
 
 
-def _contents(cell: types.CellType) -> Any:
+def _read_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned to it yet
@@ -285,7 +285,7 @@ def _take_apart(value: Any) -> Any:
     return value.__reduce_ex__(4)
 
 
-def _inside(member: Any) -> Any:
+def _open_member(member: Any) -> Any:
     """What a class's method, property and so on holds."""
     if isinstance(member, (staticmethod, classmethod)):
         return member.__func__
@@ -296,29 +296,29 @@ def _inside(member: Any) -> Any:
     return member
 
 
-def _codes_in(code: types.CodeType) -> Iterable[types.CodeType]:
+def _list_codes(code: types.CodeType) -> Iterable[types.CodeType]:
     """This code and that of all functions inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
+            yield from _list_codes(constant)
 
 
-def _names_of(code: types.CodeType) -> list[str]:
+def _list_names(code: types.CodeType) -> list[str]:
     """Globals, attributes and imports, in a fixed order."""
-    return sorted({name for one in _codes_in(code) for name in one.co_names})
+    return sorted({name for one in _list_codes(code) for name in one.co_names})
 
 
-def _globals_of(code: types.CodeType) -> Iterable[str]:
-    for one in _codes_in(code):
+def _list_globals(code: types.CodeType) -> Iterable[str]:
+    for one in _list_codes(code):
         for instruction in dis.get_instructions(one):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 yield instruction.argval
 
 
-def _imports_of(code: types.CodeType) -> Iterable[str]:
+def _list_imports(code: types.CodeType) -> Iterable[str]:
     """The modules that a function imports itself, with a dot for every level of a relative import."""
-    for one in _codes_in(code):
+    for one in _list_codes(code):
         instructions = list(dis.get_instructions(one))
         for level, instruction in zip(instructions, instructions[2:], strict=False):
             if instruction.opname == "IMPORT_NAME":  # after its level and the names that are wanted of it
@@ -336,10 +336,10 @@ def _is_named_by_its_module(value: Any) -> bool:
     name = getattr(value, "__name__", None)
     if not callable(value) or not isinstance(name, str) or not _is_of_a_library(value):
         return False
-    return getattr(sys.modules.get(_module_of(value)), name, None) is value
+    return getattr(sys.modules.get(_find_module(value)), name, None) is value
 
 
-def _module_of(value: Any) -> str:
+def _find_module(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     module = getattr(value, "__module__", None) or getattr(type(value), "__module__", None)
@@ -347,12 +347,12 @@ def _module_of(value: Any) -> str:
 
 
 def _is_ours(value: Any) -> bool:
-    return _top(_module_of(value)) == "nestfed"
+    return _find_top(_find_module(value)) == "nestfed"
 
 
 def _is_of_a_library(value: Any) -> bool:
     """Does it come with Python or with an installed package?"""
-    return _is_library(_top(_module_of(value)))
+    return _is_library(_find_top(_find_module(value)))
 
 
 @functools.cache
@@ -367,15 +367,15 @@ def _is_library(top: str) -> bool:
     return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
 
 
-def _top(module: str) -> str:
+def _find_top(module: str) -> str:
     return module.partition(".")[0]
 
 
 @functools.cache
-def _version(module: str) -> str:
+def _find_version(module: str) -> str:
     """Of the package: what it says itself, or what it was installed as."""
-    said = getattr(sys.modules.get(_top(module)), "__version__", None)
+    said = getattr(sys.modules.get(_find_top(module)), "__version__", None)
     try:
-        return str(said or importlib.metadata.version(_top(module)))
+        return str(said or importlib.metadata.version(_find_top(module)))
     except importlib.metadata.PackageNotFoundError:  # a part of Python, or installed under another name
         return ""

@@ -1,7 +1,7 @@
 """Everything that leans on how JAX works inside, in one place; tests/test_jax_internals.py holds each trick.
 
 prove_common        JAX refuses a mapped output that should be the same everywhere and may not be: a proof
-trace_level         tells whether code runs at the top level of a step, or inside a loop or transformation of it
+find_trace_level    tells whether code runs at the top level of a step, or inside a loop or transformation of it
 drop_unused         a program without the operations whose results nobody uses
 depends_on          does any number of an argument enter a result?
 count_programs      how often a jitted function was compiled
@@ -30,7 +30,7 @@ def prove_common() -> Iterator[None]:
         raise NotCommonError from error
 
 
-def trace_level() -> Any:
+def find_trace_level() -> Any:
     """A value that is equal for all code of one level of tracing."""
     from jax.extend.core import get_opaque_trace_state  # slow to import
 

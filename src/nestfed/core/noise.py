@@ -27,23 +27,23 @@ _CONSTANTS = np.frombuffer(b"expand 32-byte k", np.uint32)
 _STREAM, _FOLD, _SPLIT = 0, 1, 2
 
 
-def fresh_key() -> Array:
+def draw_fresh_key() -> Array:
     """A key that nobody knows and nobody can repeat."""
-    return key_of_bytes(os.urandom(4 * KEY_WORDS))
+    return convert_to_key(os.urandom(4 * KEY_WORDS))
 
 
-def repeatable_key(noise_seed: int, run: Array) -> Array:
+def make_repeatable_key(noise_seed: int, run: Array) -> Array:
     """The key of a number and of a run's own key, for tests and public data: whoever knows them can take the noise off
     again."""
     if isinstance(noise_seed, bool) or not isinstance(noise_seed, (int, np.integer)):
         raise UserError(f"noise_seed={noise_seed!r} was given; it must be a whole number, or None for fresh noise.")
     numbers = [int(noise_seed), *np.asarray(jax.random.key_data(run)).tolist()]
-    return key_of_bytes(hashlib.sha256(f"nestfed noise {numbers}".encode()).digest())
+    return convert_to_key(hashlib.sha256(f"nestfed noise {numbers}".encode()).digest())
 
 
-def noise_key(noise_seed: int | None, run: Array) -> Array:
+def make_noise_key(noise_seed: int | None, run: Array) -> Array:
     """The key of a run's noise: a fresh one, unless the user asks for noise that can be repeated."""
-    return fresh_key() if noise_seed is None else repeatable_key(noise_seed, run)
+    return draw_fresh_key() if noise_seed is None else make_repeatable_key(noise_seed, run)
 
 
 def check_secret(secret: Any) -> bytes:
@@ -57,15 +57,15 @@ def check_secret(secret: Any) -> bytes:
     return bytes(secret)
 
 
-def key_of_bytes(content: bytes) -> Array:
+def convert_to_key(content: bytes) -> Array:
     """32 bytes as a key."""
-    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(content, np.uint32)), impl=chacha20())
+    return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(content, np.uint32)), impl=make_chacha20())
 
 
 # ------------------------------------------------------------------------------------------------- the generator
 
 
-def chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | Array) -> Array:
+def compute_chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | Array) -> Array:
     """The 16 words of a block for every counter, [..., 16]; key [8], nonce [3]."""
     counter = jnp.asarray(counter, "uint32")
     everywhere = lambda word: jnp.broadcast_to(jnp.asarray(word, "uint32"), counter.shape)
@@ -91,7 +91,7 @@ def chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | Array) -
 
 def _derive(key: Array, purpose: int, number: ArrayLike) -> Array:
     nonce = [jnp.uint32(purpose), jnp.asarray(number, "uint32"), jnp.uint32(0)]
-    return chacha20_block(key, jnp.uint32(0), nonce)[:KEY_WORDS]
+    return compute_chacha20_block(key, jnp.uint32(0), nonce)[:KEY_WORDS]
 
 
 def _fold_in(key: Array, number: ArrayLike) -> Array:
@@ -107,11 +107,11 @@ def _seed(seed: Array) -> Array:
     return jnp.zeros(KEY_WORDS, "uint32").at[0].set(jnp.asarray(seed, "uint32"))
 
 
-def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
+def _draw_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
     count = int(np.prod(shape))
     words = -(-count * width // 32)
     nonce = [jnp.uint32(_STREAM), jnp.uint32(0), jnp.uint32(0)]
-    blocks = chacha20_block(key, jnp.arange(-(-words // 16), dtype="uint32"), nonce)
+    blocks = compute_chacha20_block(key, jnp.arange(-(-words // 16), dtype="uint32"), nonce)
     stream = blocks.reshape(-1)[:words]
     if width == 64:
         return lax.bitcast_convert_type(stream.reshape(-1, 2), "uint64").reshape(shape)
@@ -121,7 +121,7 @@ def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
 
 
 @functools.cache
-def chacha20() -> Any:
+def make_chacha20() -> Any:
     """The generator as JAX knows it: keys of it draw from all of jax.random."""
     from jax.extend.random import define_prng_impl  # slow to import, and few runs have noise
 
@@ -129,7 +129,7 @@ def chacha20() -> Any:
         key_shape=(KEY_WORDS,),
         seed=_seed,
         split=_split,
-        random_bits=_random_bits,
+        random_bits=_draw_bits,
         fold_in=_fold_in,
         name="chacha20",
         tag="cha",

@@ -36,29 +36,29 @@ def _hash_key(key: Array, first: ArrayLike, second: ArrayLike) -> Array:
     if not _is_threefry(key):
         return jax.random.fold_in(jax.random.fold_in(key, first), second)
     words = jax.random.key_data(key)
-    hashed = jnp.stack(_threefry(words[0], words[1], first, jnp.asarray(second).astype("uint32")))
+    hashed = jnp.stack(_hash_by_threefry(words[0], words[1], first, jnp.asarray(second).astype("uint32")))
     # The barrier keeps the compiler from hashing again in every element that uses the key.
     return jax.random.wrap_key_data(lax.optimization_barrier(hashed), impl="threefry2x32")
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def random_words(key: Array, count: int) -> Array:
+def draw_words(key: Array, count: int) -> Array:
     """`count` random 32-bit words."""
     if not _is_threefry(key):
         return jax.random.bits(key, (count,), "uint32")
     words = jax.random.key_data(key)
     half = jnp.arange((count + 1) // 2, dtype="uint32")
     # A first counter that no key is hashed from: words and keys of one key never coincide.
-    return jnp.stack(_threefry(words[0], words[1], jnp.uint32(0xFFFFFFFF), half), axis=-1).reshape(-1)[:count]
+    return jnp.stack(_hash_by_threefry(words[0], words[1], jnp.uint32(0xFFFFFFFF), half), axis=-1).reshape(-1)[:count]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def random_indices(key: Array, count: int, size: Array) -> Array:
+def draw_indices(key: Array, count: int, size: Array) -> Array:
     """`count` whole numbers, uniform in 0 .. size - 1: word x size / 2^32, with a bias below size / 2^32."""
-    return lax.optimization_barrier(_high_product(random_words(key, count), size.astype("uint32")).astype("int32"))
+    return lax.optimization_barrier(_multiply_high(draw_words(key, count), size.astype("uint32")).astype("int32"))
 
 
-def _high_product(a: Array, b: Array) -> Array:
+def _multiply_high(a: Array, b: Array) -> Array:
     """The upper half of a product of 32-bit words, by halves: 64 bits are not given, and a division costs more."""
     low = jnp.uint32(0xFFFF)
     a0, a1, b0, b1 = a & low, a >> 16, b & low, b >> 16
@@ -66,14 +66,14 @@ def _high_product(a: Array, b: Array) -> Array:
     return a1 * b1 + (middle >> 16) + ((a0 * b1 + (middle & low)) >> 16)
 
 
-def random_below(key: Array, size: Array) -> Array:
+def draw_below(key: Array, size: Array) -> Array:
     """One random word below `size`, uniformly."""
-    return _high_product(random_words(key, 1)[0], size)
+    return _multiply_high(draw_words(key, 1)[0], size)
 
 
-def priorities(key: Array, ids: Array) -> Array:
+def draw_priorities(key: Array, ids: Array) -> Array:
     """A random 32-bit word for each id, which does not depend on the other ids."""
-    return jax.vmap(lambda i: random_words(fold(key, i), 1)[0])(ids)
+    return jax.vmap(lambda i: draw_words(fold(key, i), 1)[0])(ids)
 
 
 def _is_threefry(key: Array) -> bool:
@@ -84,7 +84,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 @jax.jit
-def _threefry(key0: Array, key1: Array, x0: Array, x1: Array) -> tuple[Array, Array]:
+def _hash_by_threefry(key0: Array, key1: Array, x0: Array, x1: Array) -> tuple[Array, Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
     keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]

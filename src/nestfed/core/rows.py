@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nestfed.core.randomness import random_indices
-from nestfed.core.scaled import Scaled, is_scaled, masked_sum
+from nestfed.core.randomness import draw_indices
+from nestfed.core.scaled import Scaled, is_scaled, sum_masked
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.types import AnyArray, Array, ArrayLike, PyTree
 
@@ -99,7 +99,7 @@ class ClientRows:
         """The first rows of this client, as many as `count` allows, and which of the `count` entries they fill; the
         others repeat the last row."""
         positions = jnp.arange(count, dtype=self.offset.dtype)
-        return _all_rows(self.columns, self.offset, self.size, positions), positions < self.size
+        return _take_all_rows(self.columns, self.offset, self.size, positions), positions < self.size
 
     def draw(self, key: Array, count: int) -> PyTree:
         """A batch of `count` of this client's rows; a client with constants only always gives these."""
@@ -129,7 +129,7 @@ class ClientRows:
         rest = blocks * block + positions
         values = jax.vmap(one_row)(jnp.minimum(rest, self.size - 1))
         size = lambda s: self.size.astype(jax.tree.leaves(s)[0].dtype)
-        return each(lambda s, v: (s + masked_sum(v, rest < self.size)) / size(s), total, values)
+        return each(lambda s, v: (s + sum_masked(v, rest < self.size)) / size(s), total, values)
 
     def pass_over(self, function: Callable[[PyTree, Array | None], PyTree], *, rows_at_once: int = 256) -> PyTree:
         """The sum of function(batch, weights) over blocks that hold each of this client's rows once.
@@ -146,7 +146,7 @@ class ClientRows:
 
         def one_block(b):
             mine = b * block + positions
-            rows = _all_rows(self.columns, self.offset, self.size, mine)
+            rows = _take_all_rows(self.columns, self.offset, self.size, mine)
             return function(self.as_batch(rows), jnp.where(mine < self.size, 1 / self.size.astype(float), 0.0))
 
         first, blocks = one_block(0), -(-self.largest // block)
@@ -157,12 +157,12 @@ class ClientRows:
 @functools.partial(jax.jit, static_argnames=("count",))
 def _draw_rows(columns, offset, size, key, count):  # under jit for its name, by which `cost.measure` counts samples
     # In bounds by construction; the promise spares a comparison per element.
-    rows = offset + random_indices(key, count, size)
+    rows = offset + draw_indices(key, count, size)
     return jax.tree.map(lambda column: column.at[rows].get(mode="promise_in_bounds"), columns)
 
 
 @jax.jit
-def _all_rows(columns, offset, size, positions):  # under jit for its name, as above
+def _take_all_rows(columns, offset, size, positions):  # under jit for its name, as above
     return jax.tree.map(lambda column: jnp.asarray(column)[offset + jnp.minimum(positions, size - 1)], columns)
 
 
@@ -188,13 +188,18 @@ class Rows:
         if clients is None:
             if constants is None:
                 raise UserError("no data were given: pass one tree of arrays per client, or constants=.")
-            number = _common_length(jax.tree.leaves(constants), "constants")
+            number = _find_common_length(jax.tree.leaves(constants), "constants")
             if number == 0:
                 raise UserError("constants without an entry were given; a federation has at least one client.")
             _check_finite(constants, np.ones(number, int), "constants")
             empty = np.zeros(number, np.int32)
             return cls(
-                columns=None, offsets=empty, sizes=empty + 1, ids=_ids(ids, number), constants=constants, largest=1
+                columns=None,
+                offsets=empty,
+                sizes=empty + 1,
+                ids=_check_ids(ids, number),
+                constants=constants,
+                largest=1,
             )
         clients = list(clients)
         if not clients:
@@ -206,7 +211,7 @@ class Rows:
                     f"client {i} has the columns {jax.tree.structure(client)}, client 0 has {structure}; "
                     "all clients must have the same columns."
                 )
-        sizes = [_common_length(jax.tree.leaves(client), f"client {i}") for i, client in enumerate(clients)]
+        sizes = [_find_common_length(jax.tree.leaves(client), f"client {i}") for i, client in enumerate(clients)]
         for i, size in enumerate(sizes):
             if size == 0:
                 raise UserError(f"client {i} has no rows; leave it out, or give it data.")
@@ -224,7 +229,7 @@ class Rows:
     def from_table(cls, columns: PyTree, client: AnyArray, *, constants: PyTree = None) -> "Rows":
         """Build the pool from columns of one table and the client number 0, 1, ... of every row."""
         client = np.asarray(client)
-        rows = _common_length([*jax.tree.leaves(columns), client], "the table")
+        rows = _find_common_length([*jax.tree.leaves(columns), client], "the table")
         if rows == 0:
             raise UserError("the table has no rows.")
         if not np.issubdtype(client.dtype, np.integer) or client.min() < 0:
@@ -244,7 +249,7 @@ class Rows:
         offsets = np.cumsum(sizes) - sizes
         _check_finite(columns, sizes, "data")
         _check_precision(columns, "data")
-        if constants is not None and _common_length(jax.tree.leaves(constants), "constants") != sizes.size:
+        if constants is not None and _find_common_length(jax.tree.leaves(constants), "constants") != sizes.size:
             raise UserError(f"constants must have one entry for each of the {sizes.size} clients.")
         _check_finite(constants, np.ones(sizes.size, int), "constants")
         _check_precision(constants, "constants")
@@ -255,7 +260,7 @@ class Rows:
             columns=columns,
             offsets=as_index(offsets),
             sizes=as_index(sizes),
-            ids=_ids(ids, sizes.size),
+            ids=_check_ids(ids, sizes.size),
             constants=constants,
             largest=largest,
         )
@@ -343,14 +348,14 @@ def _check_precision(columns: PyTree, what: str) -> None:
             )
 
 
-def whole_numbers(values: Any, number: int) -> np.ndarray | None:
+def read_whole_numbers(values: Any, number: int) -> np.ndarray | None:
     """`number` whole numbers of 32 bits, or None if the values are not that."""
     array = np.asarray(values)
     fits = np.issubdtype(array.dtype, np.integer) and array.shape == (number,) and np.all(abs(array) < 2**31)
     return array.astype(np.int32) if fits else None
 
 
-def _common_length(leaves: Sequence[Any], where: str) -> int:
+def _find_common_length(leaves: Sequence[Any], where: str) -> int:
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in leaves}
     if len(lengths) != 1 or None in lengths:
         shapes = ", ".join(str(np.shape(leaf)) for leaf in leaves)
@@ -358,8 +363,8 @@ def _common_length(leaves: Sequence[Any], where: str) -> int:
     return int(lengths.pop() or 0)
 
 
-def _ids(ids: Sequence[int] | None, number: int) -> np.ndarray:
-    chosen = whole_numbers(range(number) if ids is None else ids, number)
+def _check_ids(ids: Sequence[int] | None, number: int) -> np.ndarray:
+    chosen = read_whole_numbers(range(number) if ids is None else ids, number)
     if chosen is None or np.unique(chosen).size != number:
         raise UserError(f"ids={ids!r} must be {number} different whole numbers, one per client.")
     return chosen

@@ -124,7 +124,7 @@ def is_scaled(node: Any) -> TypeGuard[Scaled]:
     return isinstance(node, Scaled)
 
 
-def masked_sum(values: Any, inside: Array) -> Any:
+def sum_masked(values: Any, inside: Array) -> Any:
     """The sum over the leading axis of those entries that are inside; `values` is an array or a batch of Scaled."""
     column = lambda a: inside.reshape((-1,) + (1,) * (a.ndim - 1))
     if not is_scaled(values):

@@ -23,7 +23,7 @@ class UserError(ValueError):
         return " ".join(super().__str__().splitlines())
 
 
-def first_line(error: Exception) -> str:
+def summarise_error(error: Exception) -> str:
     """What went wrong, to be told within a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
@@ -127,7 +127,7 @@ def validate(record: Any) -> None:
             continue
         if value is None and field.default is None:
             continue
-        problem = _broken_rule(value, rules, static=field.metadata["static"])
+        problem = _find_broken_rule(value, rules, static=field.metadata["static"])
         if problem:
             raise UserError(
                 f"{type(record).__name__}: {field.name}={value!r} was given, but {field.name} "
@@ -135,9 +135,9 @@ def validate(record: Any) -> None:
             )
 
 
-def _broken_rule(value: Any, rules: Mapping[str, Any], *, static: bool) -> str | None:
+def _find_broken_rule(value: Any, rules: Mapping[str, Any], *, static: bool) -> str | None:
     if rules["choices"] is not None:
-        return broken_range(value, rules)
+        return find_broken_range(value, rules)
     if rules["part"] is not None:
         part = rules["part"]
         records = [f"{kind.__name__}(...)" for kind in part.__subclasses__() if hasattr(kind, "__dataclass_fields__")]
@@ -153,10 +153,10 @@ def _broken_rule(value: Any, rules: Mapping[str, Any], *, static: bool) -> str |
         return "a number or a schedule"
     if static and not isinstance(value, numbers.Integral):
         return "a whole number"
-    return broken_range(number, rules)
+    return find_broken_range(number, rules)
 
 
-def broken_range(value: Any, rules: Mapping[str, Any]) -> str | None:
+def find_broken_range(value: Any, rules: Mapping[str, Any]) -> str | None:
     """What a value must be that is none of the choices of a setting, or a number outside its range."""
     if rules["choices"] is not None:
         return None if value in rules["choices"] else "one of " + ", ".join(map(repr, rules["choices"]))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nestfed.core.algorithm import Fed
-from nestfed.core.rows import ClientRows, Rows, whole_numbers
+from nestfed.core.rows import ClientRows, Rows, read_whole_numbers
 from nestfed.core.settings import UserError, static, struct, suggest, validate
 from nestfed.core.types import AnyArray, Array, PyTree
 
@@ -62,14 +62,14 @@ class Task:
                 f"data of type {type(data).__name__} were given; make them with Rows.from_clients or from_table."
             )
         problem, flat = problem.bind(params)
-        of_clients = _weights(weights, data)
+        of_clients = _check_weights(weights, data)
         task = cls(
             problem=problem.fit_to(data, of_clients),
             data=data,
             params=flat,
             weights=of_clients,
             batch_size=int(batch_size),
-            local_steps=None if local_steps is None else _local_steps(local_steps, data),
+            local_steps=None if local_steps is None else _check_local_steps(local_steps, data),
             **fields,
         )
         validate(task.problem)
@@ -103,7 +103,7 @@ class Task:
         return self.problem.metrics(server, client, data, fed)
 
 
-def _weights(weights: Any, data: Rows) -> np.ndarray:
+def _check_weights(weights: Any, data: Rows) -> np.ndarray:
     if isinstance(weights, str):
         if weights not in ("uniform", "samples"):
             raise UserError(f"weights={weights!r} was given; use 'uniform', 'samples' or one number per client.")
@@ -120,8 +120,8 @@ def _weights(weights: Any, data: Rows) -> np.ndarray:
     return raw / raw.sum()
 
 
-def _local_steps(steps: Any, data: Rows) -> np.ndarray:
-    chosen = whole_numbers(steps, data.clients)
+def _check_local_steps(steps: Any, data: Rows) -> np.ndarray:
+    chosen = read_whole_numbers(steps, data.clients)
     if chosen is None or (chosen < 1).any():
         raise UserError(
             f"local_steps={steps!r} must be one whole number, 1 or more, for each of {data.clients} clients."

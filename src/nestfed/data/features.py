@@ -30,7 +30,7 @@ import pandas as pd
 from nestfed.core.settings import UserError, suggest
 from nestfed.data.schema import CATEGORY, CONSTANT, ColumnRule, Schema
 from nestfed.data.sums import Sums, pack_all
-from nestfed.data.table import NEAREST, Column, categories, columns_of, is_number, to_number
+from nestfed.data.table import NEAREST, Column, convert_to_numbers, find_categories, is_number, list_columns
 
 RECIPES = ("standard", "piecewise", "minimax-fair", "minimax-fair-raw")
 BINS = 16  # of a number with many values
@@ -70,7 +70,7 @@ class NumberTotals:
             least=float(known.min(initial=np.inf)),
             most=float(known.max(initial=-np.inf)),
             gaps=bool(missing.any()),
-            values=_few(frozenset(known[: BINS + 2].tolist())),
+            values=_list_few_values(frozenset(known[: BINS + 2].tolist())),
             coded=coded,
         )
 
@@ -98,7 +98,9 @@ class NumberTotals:
             least=min(self.least, other.least),
             most=max(self.most, other.most),
             gaps=self.gaps or other.gaps,
-            values=None if self.values is None or other.values is None else _few(self.values | other.values),
+            values=None
+            if self.values is None or other.values is None
+            else _list_few_values(self.values | other.values),
             coded=self.coded,
         )
 
@@ -117,7 +119,7 @@ class NumberTotals:
         return self.gaps and self.least <= self.most
 
 
-def _few(values: frozenset[float]) -> frozenset[float] | None:
+def _list_few_values(values: frozenset[float]) -> frozenset[float] | None:
     return values if len(values) <= BINS + 1 else None
 
 
@@ -129,7 +131,7 @@ class LevelTotals:
 
     @classmethod
     def of(cls, values: Column) -> Self:
-        return cls(frozenset(categories(values)[1]))
+        return cls(frozenset(find_categories(values)[1]))
 
     def __add__(self, other: "LevelTotals") -> "LevelTotals":
         return LevelTotals(self.levels | other.levels)
@@ -146,7 +148,7 @@ class Totals:
     def of(cls, frame: pd.DataFrame, recipe: str, counted: np.ndarray, schema: Schema | None = None) -> Self:
         """With a schema, only the sums are taken from the rows."""
         columns: dict[str, NumberTotals | LevelTotals] = {}
-        for name, values in columns_of(frame):
+        for name, values in list_columns(frame):
             rule = None if schema is None else schema.columns[name]
             levels = values if rule is None else pd.Series(rule.levels, dtype=object)
             number = is_number(values) if rule is None else rule.kind != CATEGORY
@@ -396,7 +398,7 @@ class Category:
         return [f"{self.name}={level}" for level in self.levels[self.first :]]
 
     def encode(self, values: Column) -> list[np.ndarray]:
-        codes, names = categories(values)
+        codes, names = find_categories(values)
         number = {level: i for i, level in enumerate(self.levels)}
         level = np.array([number.get(name, -1) for name in names], int)[codes]
         return [level == i for i in range(self.first, len(self.levels))]
@@ -514,5 +516,5 @@ def read_numbers(values: Column, coded: bool) -> np.ndarray:
     """float64; what is not a finite number is NaN."""
     if coded:
         values = values.astype(object).where(values.isna(), values.astype(str).str[-1])
-    numbers = to_number(values).to_numpy(np.float64, na_value=np.nan)
+    numbers = convert_to_numbers(values).to_numpy(np.float64, na_value=np.nan)
     return np.where(np.isfinite(numbers), numbers, np.nan)

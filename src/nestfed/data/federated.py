@@ -30,9 +30,9 @@ class Federated:
     feature_names: tuple[str, ...]
     encoder: Encoder
 
-    def holdings(self) -> pd.DataFrame:
+    def count_holdings(self) -> pd.DataFrame:
         """Rows per client, group, label and part."""
-        return rules.holdings(self.client, self.group, self.label, self.part, self.client_names, self.group_names)
+        return rules.count_holdings(self.client, self.group, self.label, self.part, self.client_names, self.group_names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ def deal_table(
         given = np.zeros(len(label), np.int32), (table.name,)
         owner = np.full(len(label), only)
     elif rule == "column" and table.client is not None:
-        given = rules.by_column(table.column(table.client))
+        given = rules.deal_by_column(table.column(table.client))
         owner = given[0]
     test = rules.split_by_group(strata, test_fraction, seed, owner)
     needed = positives and (given is None or not table.is_partial)
@@ -153,9 +153,9 @@ def deal_table(
         needed=~test & (label == 1) if needed else None,
     )
     if validation_fraction is None:
-        validation = rules.balanced_validation(strata, client, ~test, seed, owner=owner)
+        validation = rules.draw_balanced_validation(strata, client, ~test, seed, owner=owner)
     else:
-        validation = rules.proportional_validation(strata, client, ~test, seed, validation_fraction, owner)
+        validation = rules.draw_proportional_validation(strata, client, ~test, seed, validation_fraction, owner)
     if not balanced and validation_fraction is None:
         number = np.bincount(client[validation], minlength=client.max() + 1)
         validation = rules.plain_validation(client, ~test, number, seed, owner)

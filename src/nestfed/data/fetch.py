@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from nestfed.core.settings import UserError, first_line
+from nestfed.core.settings import UserError, summarise_error
 
 REMEDY = "Nothing was changed: replace or remove it, or set NESTFED_DATA to a folder with the official file."
 
@@ -158,7 +158,7 @@ def _get(name: str, address: str, advice: str) -> bytes:
             return response.read()
     except (OSError, http.client.HTTPException) as error:
         raise UserError(
-            f"the data {name!r} could not be fetched from {address} ({first_line(error)}): {advice}."
+            f"the data {name!r} could not be fetched from {address} ({summarise_error(error)}): {advice}."
         ) from None
 
 

@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 
 from nestfed.core.settings import UserError, suggest
-from nestfed.data.partition import by_column
+from nestfed.data.partition import deal_by_column
 from nestfed.data.schema import Schema
 from nestfed.data.table import (
     NEAREST,
@@ -28,13 +28,13 @@ from nestfed.data.table import (
     Table,
     apply_schema,
     check_column,
-    columns_of,
-    equals,
+    convert_to_numbers,
+    find_equal,
     is_number,
-    listing,
+    list_columns,
+    list_values,
     name_column,
-    to_number,
-    value_name,
+    name_value,
 )
 
 TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".txt", ".parquet")  # of the files of a folder that count
@@ -85,11 +85,13 @@ def read_table(
 
     # Odd values of the label are to be complained about, not to be lost as missing.
     as_read = {*group_columns, clients, None if threshold is not None else label}
-    frame, notes = _with_numbers(frame, decimal_comma, as_read)
-    identifiers = {column: why for column in table.features(group_columns) if (why := _identifier(frame[column]))}
+    frame, notes = _convert_numbers(frame, decimal_comma, as_read)
+    identifiers = {
+        column: why for column in table.features(group_columns) if (why := _explain_identifier(frame[column]))
+    }
     notes += [f"{column!r} was left out: {why}" for column, why in identifiers.items()]
     if positive is None and threshold is None:
-        positive = _positive(frame[label], label, name, alone)
+        positive = _choose_positive(frame[label], label, name, alone)
     table = dataclasses.replace(
         table,
         frame=frame,
@@ -103,7 +105,7 @@ def read_table(
         if group is not None:
             table.group_of_rows()
     if clients is not None:
-        by_column(frame[clients])
+        deal_by_column(frame[clients])
     if not table.features(group_columns):
         dropped = f" (left out: {', '.join(table.drop)})" if table.drop else ""
         raise UserError(f"{name}: no column is left as a feature{dropped}; give a table with more columns.")
@@ -119,7 +121,7 @@ def read_by_schema(path: str | Path, schema: Schema, *, clients: str | None = No
     if schema.group is not None:
         table.group_of_rows()
     if clients is not None:
-        by_column(table.column(clients))
+        deal_by_column(table.column(clients))
     return table
 
 
@@ -130,7 +132,7 @@ def _read_raw(path: str | Path, label: str, clients: str | None) -> tuple[Table,
     """The rows as they stand with their label and clients, and which of them may have a decimal comma."""
     files = _find_files(Path(path).expanduser())
     frame, decimal_comma, file_of_row = _read_all(files)
-    name = files[0].name if len(files) == 1 else f"{len(files)} files of {_common_folder(files).name}"
+    name = files[0].name if len(files) == 1 else f"{len(files)} files of {_find_common_folder(files).name}"
     check_column(frame.columns, label, "label", name)
     if clients is not None:
         check_column(frame.columns, clients, "clients", name)
@@ -156,18 +158,18 @@ def _find_files(path: Path) -> list[Path]:
         files, folder, problem = [], path.parent, f"there is no file or folder {path}"
     if not files:
         near = sorted(file.name for file in folder.glob("*.*")) if folder.is_dir() else []
-        hint = f"; the folder {folder} holds {listing(near)}" if near else ""
+        hint = f"; the folder {folder} holds {list_values(near)}" if near else ""
         raise UserError(f"{problem}{hint}; give the path of a CSV or Parquet file, or a folder of one per client.")
     return files
 
 
-def _common_folder(files: Sequence[Path]) -> Path:
+def _find_common_folder(files: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([file.parent.resolve() for file in files]))
 
 
 def _name_by_file(files: Sequence[Path]) -> list[str]:
     """A name for every file: its own without the ending, or as much of its path as tells it from the others."""
-    folder = _common_folder(files)
+    folder = _find_common_folder(files)
     whole = [file.resolve().relative_to(folder).as_posix() for file in files]
     without = [re.sub(r"\.\w+(\.gz)?$", "", path) for path in whole]
     shortest = [path.rpartition("/")[2] for path in without]
@@ -200,7 +202,7 @@ def _join(parts: Sequence[Column]) -> Column:
     """A column of several files. A file may hold numbers only where another has text: 1.0 is then written as 1."""
     known = [part for part in parts if part.notna().any()]  # an empty column has no kind
     if any(map(is_number, known)) and not all(map(is_number, known)):
-        parts = [part.map(value_name).where(part.notna()) if is_number(part) else part for part in parts]
+        parts = [part.map(name_value).where(part.notna()) if is_number(part) else part for part in parts]
     return pd.concat(parts, ignore_index=True)
 
 
@@ -239,7 +241,7 @@ def _read_csv(path: Path, content: bytes) -> tuple[pd.DataFrame, bool]:
     text = _decode(path, content)
     names: list[str] = []
     try:
-        separator = _separator(text)
+        separator = _find_separator(text)
         header = next(csv.reader(io.StringIO(text), delimiter=separator, skipinitialspace=True))
         names = [name.strip() or f"column {i + 1}" for i, name in enumerate(header)]
         _check_names(names, path)
@@ -257,8 +259,8 @@ def _read_csv(path: Path, content: bytes) -> tuple[pd.DataFrame, bool]:
     except (pd.errors.ParserError, pd.errors.ParserWarning, pd.errors.EmptyDataError, csv.Error) as error:
         reason = str(error).strip().rstrip(".").removeprefix("Error tokenizing data. C error: ")
         raise UserError(
-            f"{path} cannot be read as a table with the columns {listing(names)} ({reason}); every line needs as many "
-            "cells as the first, and cells that hold the separator need quotation marks."
+            f"{path} cannot be read as a table with the columns {list_values(names)} ({reason}); every line needs as "
+            "many cells as the first, and cells that hold the separator need quotation marks."
         ) from None
     return frame, separator == ";"
 
@@ -280,7 +282,7 @@ def _decode(path: Path, content: bytes) -> str:
     return re.sub(r"\A([ \t]*\n)+", "", text)
 
 
-def _separator(text: str) -> str:
+def _find_separator(text: str) -> str:
     """The one that cuts the first lines into most cells, equally many per line."""
     lines = text[:65536].splitlines()[:20]
 
@@ -294,21 +296,21 @@ def _separator(text: str) -> str:
 def _check_names(names: Sequence[str], path: Path) -> None:
     double = [name for name, times in Counter(names).items() if times > 1]
     if double:
-        raise UserError(f"{path} has several columns named {listing(double)}; give every column a name of its own.")
+        raise UserError(f"{path} has several columns named {list_values(double)}; give every column a name of its own.")
 
 
 # ------------------------------------------------------------------------------------------------- kinds of columns
 
 
-def _with_numbers(
+def _convert_numbers(
     frame: pd.DataFrame, decimal_comma: np.ndarray, as_read: set[str | None]
 ) -> tuple[pd.DataFrame, list[str]]:
     """Text that is nearly all numbers becomes numbers, unless it is to stay as read; other objects become text."""
     notes, columns = [], {}
-    for name, values in columns_of(frame):
+    for name, values in list_columns(frame):
         if not (is_number(values) or pd.api.types.is_bool_dtype(values)):
             text = values.astype(str).str.strip().where(values.notna())
-            numeric = to_number(text.where(~decimal_comma, text.str.replace(",", ".")))
+            numeric = convert_to_numbers(text.where(~decimal_comma, text.str.replace(",", ".")))
             present, parsed = int(text.notna().sum()), int(numeric.notna().sum())
             if name in as_read or parsed < NUMERIC_SHARE * present or parsed == 0:
                 values = text
@@ -317,14 +319,14 @@ def _with_numbers(
                 if parsed < present:
                     odd = text[text.notna() & numeric.isna()].unique()
                     notes.append(
-                        f"{name!r} is numeric but for {present - parsed} of {present} values ({listing(odd, 3)}), "
+                        f"{name!r} is numeric but for {present - parsed} of {present} values ({list_values(odd, 3)}), "
                         "which count as missing"
                     )
         columns[name] = values
     return pd.DataFrame(columns), notes
 
 
-def _identifier(values: Column) -> str | None:
+def _explain_identifier(values: Column) -> str | None:
     """Why a column names its rows rather than describes them, if it does."""
     if is_number(values):
         numbers = values.to_numpy(float, na_value=np.nan)
@@ -334,26 +336,26 @@ def _identifier(values: Column) -> str | None:
     return f"{distinct} different values in {len(values)} rows are no categories" if distinct > most else None
 
 
-def _positive(values: Column, label: str, name: str, alone: bool) -> Any:
+def _choose_positive(values: Column, label: str, name: str, alone: bool) -> Any:
     """The value that counts as 1, if the user did not say."""
     distinct = values.dropna().unique()
     if len(distinct) == 1 and not alone:
         raise UserError(
-            f"{name}: the label {label!r} is {listing(distinct)} in every row here, so which value counts as 1 cannot "
+            f"{name}: the label {label!r} is {list_values(distinct)} in every row here, so which value counts as 1 cannot "
             "be told; name it with positive=."
         )
     if len(distinct) < 2:
         raise UserError(
-            f"{name}: the label {label!r} is {listing(distinct) or 'missing'} in every row; there is nothing to learn: "
-            "choose another label."
+            f"{name}: the label {label!r} is {list_values(distinct) or 'missing'} in every row; there is nothing to "
+            "learn: choose another label."
         )
     if len(distinct) > 2:
         advice = "threshold= (1 above that number) or positive= (one of the values)"
         raise UserError(
-            f"{name}: the label {label!r} has {len(distinct)} different values ({listing(distinct)}), two were "
+            f"{name}: the label {label!r} has {len(distinct)} different values ({list_values(distinct)}), two were "
             f"expected; give {advice if is_number(values) else 'positive= (one of the values)'}."
         )
     for value in distinct:
         if str(value).strip().lower() in POSITIVE_WORDS or (is_number(values) and value == 1):
             return value
-    return min(distinct, key=lambda value: (int(equals(values, value).sum()), str(value)))
+    return min(distinct, key=lambda value: (int(find_equal(values, value).sum()), str(value)))

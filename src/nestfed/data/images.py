@@ -20,9 +20,9 @@ import numpy as np
 import pandas as pd
 from jax import lax
 
-from nestfed.core.randomness import random_indices
+from nestfed.core.randomness import draw_indices
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, first_line, suggest
+from nestfed.core.settings import UserError, suggest, summarise_error
 from nestfed.core.types import AnyArray, Array
 from nestfed.data import partition as rules
 from nestfed.data.fetch import REMEDY, Official, obtain
@@ -70,7 +70,7 @@ class ImageSource(Official):
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def _members(content: bytes, wanted: Sequence[str]) -> list[bytes]:
+def _read_members(content: bytes, wanted: Sequence[str]) -> list[bytes]:
     """The contents of these files of a tar.gz archive."""
     found = {}
     try:
@@ -88,7 +88,7 @@ def _members(content: bytes, wanted: Sequence[str]) -> list[bytes]:
     return [found[name] for name in wanted]
 
 
-def _records(batch: bytes, labels: int) -> tuple[np.ndarray, np.ndarray]:
+def _read_records(batch: bytes, labels: int) -> tuple[np.ndarray, np.ndarray]:
     """(images, their last labels) of a batch: an image has so many labels of a byte each, the broadest first, and then
     a red, a green and a blue plane."""
     size = labels + 3 * 32 * 32
@@ -106,14 +106,14 @@ def read_cifar10(content: bytes) -> Images:
             pixels = (file["train_images"], file["test_images"])
             labels = (file["train_labels"].astype(np.int32), file["test_labels"].astype(np.int32))
         return Images(pixels[0], labels[0], pixels[1], labels[1], CIFAR10_CLASSES)
-    *train, test = _members(content, (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"))
-    return Images(*_records(b"".join(train), 1), *_records(test, 1), CIFAR10_CLASSES)
+    *train, test = _read_members(content, (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"))
+    return Images(*_read_records(b"".join(train), 1), *_read_records(test, 1), CIFAR10_CLASSES)
 
 
 def read_cifar100(content: bytes) -> Images:
     """The official archive; an image has the label of its superclass and then its own."""
-    train, test, names = _members(content, ("train.bin", "test.bin", "fine_label_names.txt"))
-    return Images(*_records(train, 2), *_records(test, 2), tuple(names.decode("ascii").split()))
+    train, test, names = _read_members(content, ("train.bin", "test.bin", "fine_label_names.txt"))
+    return Images(*_read_records(train, 2), *_read_records(test, 2), tuple(names.decode("ascii").split()))
 
 
 def read_idx(content: bytes) -> np.ndarray:
@@ -141,7 +141,7 @@ def read_idx_files(
 # ------------------------------------------------------------------------------------------------- sources
 
 
-def _idx_source(folder: str, address: str, class_names: Sequence[str], md5: Sequence[str]) -> ImageSource:
+def _make_idx_source(folder: str, address: str, class_names: Sequence[str], md5: Sequence[str]) -> ImageSource:
     files = tuple(f"{folder}/{file}" for file in IDX_FILES)  # several sets have files of these names
     return ImageSource(
         files=files,
@@ -181,7 +181,7 @@ IMAGE_SOURCES = {
         read=read_cifar100,
     ),
     # The mirror of the Common Visual Data Foundation: the author's own page no longer serves the files.
-    "mnist": _idx_source(
+    "mnist": _make_idx_source(
         "mnist",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
         tuple("0123456789"),
@@ -192,7 +192,7 @@ IMAGE_SOURCES = {
             "27ae3e4e09519cfbb04c329615203637",
         ),
     ),
-    "fashion-mnist": _idx_source(
+    "fashion-mnist": _make_idx_source(
         "fashion-mnist",
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         FASHION_CLASSES,
@@ -223,15 +223,15 @@ def _read(name: str, source: ImageSource, contents: dict[str, bytes], where: str
     )
     try:
         images = source.read(*contents.values())
-        problem = _difference(images, source)
+        problem = _find_difference(images, source)
     except (ValueError, LookupError, TypeError, OSError, struct.error, zipfile.BadZipFile) as error:
-        raise refusal(first_line(error)) from None
+        raise refusal(summarise_error(error)) from None
     if problem:
         raise refusal(problem)
     return images
 
 
-def _difference(images: Images, source: ImageSource) -> str | None:
+def _find_difference(images: Images, source: ImageSource) -> str | None:
     """What tells these images from those that the source stands for."""
     found = (len(images.train_images), len(images.test_images), len(images.class_names))
     expected = (source.train, source.test, source.classes)
@@ -272,11 +272,11 @@ class FederatedImages:
         }
         return {name: part for name, part in parts.items() if len(part["label"])}
 
-    def holdings(self) -> pd.DataFrame:
+    def count_holdings(self) -> pd.DataFrame:
         """Training images per client and class, as tables of people have them: classes are groups, labels are none."""
         label = self.rows.columns["label"]
         client, zeros = np.repeat(np.arange(self.rows.clients), self.rows.sizes), np.zeros(len(label), int)
-        table = rules.holdings(client, label, zeros, zeros + TRAIN, self.client_names, self.class_names)
+        table = rules.count_holdings(client, label, zeros, zeros + TRAIN, self.client_names, self.class_names)
         return table.drop(columns="label")
 
 
@@ -294,7 +294,7 @@ def deal_images(
     aside = rules.split_by_group(images.train_labels, validation, seed)
     pixels, labels = images.train_images[~aside], images.train_labels[~aside]
     client, client_names = rules.assign(partition, labels=labels, groups=labels, clients=clients, seed=seed)
-    mean, deviation = channel_statistics(pixels)
+    mean, deviation = measure_channels(pixels)
     return FederatedImages(
         rows=Rows.from_table({"image": pixels, "label": labels}, client),
         validation_images=images.train_images[aside],
@@ -311,7 +311,7 @@ def deal_images(
 # ------------------------------------------------------------------------------------------------- inputs of a model
 
 
-def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def measure_channels(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of each channel, float32, with pixels from 0 to 1; 1 for a channel of one value."""
     # Counts of the 256 values: exact, and no copy of all pixels as floats.
     counts = np.stack([np.bincount(channel, minlength=256) for channel in images.reshape(-1, images.shape[-1]).T])
@@ -328,12 +328,12 @@ def normalise(images: AnyArray, mean: AnyArray, deviation: AnyArray) -> Array:
     return (jnp.asarray(images).astype(mean.dtype) / 255 - mean) / deviation
 
 
-def random_crop_flip(images: Array, key: Array, padding: int = 4) -> Array:
+def crop_and_flip(images: Array, key: Array, padding: int = 4) -> Array:
     """Each image moved by up to `padding` pixels both ways, with zeros from outside, and mirrored or not: all equally
     likely. Meant for normalised images, where zero is the mean colour."""
     number, height, width, channels = images.shape
     places = 2 * padding + 1
-    drawn = random_indices(key, number, jnp.uint32(2 * places**2))
+    drawn = draw_indices(key, number, jnp.uint32(2 * places**2))
     top, left, mirrored = drawn // (2 * places), drawn // 2 % places, drawn % 2 == 1
     around = (padding, padding)
     padded = jnp.pad(images, ((0, 0), around, around, (0, 0)))

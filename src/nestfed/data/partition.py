@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from nestfed.core.settings import UserError, suggest
-from nestfed.data.table import NEAREST, Column, categories, listing
+from nestfed.data.table import NEAREST, Column, find_categories, list_values
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 PARTS = ("train", "validation", "test")
@@ -29,7 +29,7 @@ _SPLIT, _VALIDATION, _DEAL, _PLAIN = 1, 2, 3, 4  # independent streams of one se
 Shares = np.ndarray  # [values, clients]; every row sums to 1
 
 
-def generator(seed: int, stream: int, owner: int = 0) -> np.random.Generator:
+def make_generator(seed: int, stream: int, owner: int = 0) -> np.random.Generator:
     """`owner` is who draws, where several hold rows and each splits its own."""
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise UserError(f"seed={seed!r} was given; a seed is a whole number from 0.")
@@ -39,36 +39,36 @@ def generator(seed: int, stream: int, owner: int = 0) -> np.random.Generator:
 # ------------------------------------------------------------------------------------------------- rules
 
 
-def iid(rows: int, clients: int, seed: int) -> np.ndarray:
+def deal_iid(rows: int, clients: int, seed: int) -> np.ndarray:
     """Equal random parts."""
-    return _deal_by_rule(np.zeros(rows, int), _equal_shares(clients), seed)
+    return _deal_by_rule(np.zeros(rows, int), _make_equal_shares(clients), seed)
 
 
-def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int, at_least: int = 1) -> np.ndarray:
+def deal_dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int, at_least: int = 1) -> np.ndarray:
     """The rows of each label in shares drawn from Dirichlet(alpha), redrawn until every client has `at_least` rows."""
     values = np.unique(labels, return_inverse=True)[1]
-    return _deal_by_rule(values, _dirichlet_shares(values, clients, alpha), seed, at_least=at_least)
+    return _deal_by_rule(values, _make_dirichlet_shares(values, clients, alpha), seed, at_least=at_least)
 
 
-def shards(labels: np.ndarray, clients: int, per_client: int, seed: int) -> np.ndarray:
+def deal_shards(labels: np.ndarray, clients: int, per_client: int, seed: int) -> np.ndarray:
     """Rows sorted by label and cut into clients * per_client equal shards, dealt at random."""
     values = np.unique(labels, return_inverse=True)[1]
-    return _deal_by_rule(values, _shard_shares(values, clients, per_client), seed)
+    return _deal_by_rule(values, _make_shard_shares(values, clients, per_client), seed)
 
 
-def classes(labels: np.ndarray, clients: int, per_client: int, seed: int) -> np.ndarray:
+def deal_classes(labels: np.ndarray, clients: int, per_client: int, seed: int) -> np.ndarray:
     """Every client holds exactly `per_client` labels, and equal parts of them with the others who hold them."""
     values = np.unique(labels, return_inverse=True)[1]
-    return _deal_by_rule(values, _class_shares(values, clients, per_client), seed)
+    return _deal_by_rule(values, _make_class_shares(values, clients, per_client), seed)
 
 
-def by_ratios(values: np.ndarray, ratios: Sequence[float], seed: int) -> np.ndarray:
+def deal_by_ratios(values: np.ndarray, ratios: Sequence[float], seed: int) -> np.ndarray:
     """The rows of each value cut by the ratios; who gets which share is random for each value."""
     values = np.unique(values, return_inverse=True)[1]
-    return _deal_by_rule(values, _ratio_shares(values, ratios), seed)
+    return _deal_by_rule(values, _make_ratio_shares(values, ratios), seed)
 
 
-def by_column(values: Column) -> tuple[np.ndarray, tuple[str, ...]]:
+def deal_by_column(values: Column) -> tuple[np.ndarray, tuple[str, ...]]:
     """Each row's client as named by a column; clients are numbered in order of first appearance."""
     values = pd.Series(values)
     absent = int(values.isna().sum())
@@ -77,11 +77,11 @@ def by_column(values: Column) -> tuple[np.ndarray, tuple[str, ...]]:
             f"the column {values.name!r} names no client in {absent} of {len(values)} rows; "
             "fill these cells in, or remove the rows."
         )
-    client, names = categories(values)
+    client, names = find_categories(values)
     if len(names) < 2:
         raise UserError(
-            f"the column {values.name!r} names one client only ({listing(names)}); a federation needs at least two: "
-            "choose another column, or deal the rows by partition='iid'."
+            f"the column {values.name!r} names one client only ({list_values(names)}); a federation needs at least "
+            "two: choose another column, or deal the rows by partition='iid'."
         )
     return client.astype(np.int32), tuple(names)
 
@@ -108,14 +108,14 @@ def assign(
     if word not in RULES:
         meant = suggest(word, RULES, *NEAREST)
         raise UserError(f"unknown partition {spec!r}{meant}; the partitions are {', '.join(RULES.values())}.")
-    numbers = _numbers(spec, word, arguments)
+    numbers = _read_numbers(spec, word, arguments)
     if word == "column":
         if column is None:
             raise UserError(
                 "the partition 'column' was asked for, but no column names the clients; name it (clients=), or "
                 "choose another partition."
             )
-        return by_column(column)
+        return deal_by_column(column)
     if word == "ratios":
         if clients is not None and clients != len(numbers):
             raise UserError(
@@ -127,20 +127,20 @@ def assign(
     label = np.unique(labels, return_inverse=True)[1]
     group = np.unique(groups, return_inverse=True)[1]
     if word == "iid":
-        values, rule = np.zeros(len(label), int), _equal_shares(clients)
+        values, rule = np.zeros(len(label), int), _make_equal_shares(clients)
     elif word == "dirichlet":
-        values, rule = label, _dirichlet_shares(label, clients, numbers[0])
+        values, rule = label, _make_dirichlet_shares(label, clients, numbers[0])
     elif word == "shards":
-        values, rule = label, _shard_shares(label, clients, int(numbers[0]))
+        values, rule = label, _make_shard_shares(label, clients, int(numbers[0]))
     elif word == "classes":
-        values, rule = label, _class_shares(label, clients, int(numbers[0]))
+        values, rule = label, _make_class_shares(label, clients, int(numbers[0]))
     else:
-        values, rule = group, _ratio_shares(group, numbers)
+        values, rule = group, _make_ratio_shares(group, numbers)
     client = _deal_by_rule(values, rule, seed, strata=strata, needed=needed)
     return client, tuple(f"client {i + 1}" for i in range(clients))
 
 
-def _numbers(spec: str, word: str, arguments: Sequence[str]) -> list[float]:
+def _read_numbers(spec: str, word: str, arguments: Sequence[str]) -> list[float]:
     """The numbers after the word, checked."""
     expected = {"iid": 0, "column": 0, "ratios": None}.get(word, 1)
     problem = f"the partition {spec!r} cannot be read; write it as {RULES[word]}, "
@@ -165,19 +165,19 @@ def _check_clients(clients: int) -> None:
 Rule = Callable[[np.random.Generator], Shares]
 
 
-def _equal_shares(clients: int) -> Rule:
+def _make_equal_shares(clients: int) -> Rule:
     _check_clients(clients)
     return lambda random: np.full((1, clients), 1 / clients)
 
 
-def _dirichlet_shares(values: np.ndarray, clients: int, alpha: float) -> Rule:
+def _make_dirichlet_shares(values: np.ndarray, clients: int, alpha: float) -> Rule:
     _check_clients(clients)
     if not (alpha > 0 and np.isfinite(alpha)):
         raise UserError(f"dirichlet: alpha={alpha} was given; it must be a number above 0 (small means uneven).")
     return lambda random: random.dirichlet(np.full(clients, float(alpha)), size=values.max() + 1)
 
 
-def _shard_shares(values: np.ndarray, clients: int, per_client: int) -> Rule:
+def _make_shard_shares(values: np.ndarray, clients: int, per_client: int) -> Rule:
     _check_clients(clients)
     number = clients * per_client
     if per_client < 1 or number > len(values):
@@ -196,7 +196,7 @@ def _shard_shares(values: np.ndarray, clients: int, per_client: int) -> Rule:
     return shares
 
 
-def _class_shares(values: np.ndarray, clients: int, per_client: int) -> Rule:
+def _make_class_shares(values: np.ndarray, clients: int, per_client: int) -> Rule:
     _check_clients(clients)
     number = values.max() + 1
     if not 1 <= per_client <= number or clients * per_client < number:
@@ -224,10 +224,10 @@ def _class_shares(values: np.ndarray, clients: int, per_client: int) -> Rule:
     return shares
 
 
-def _ratio_shares(values: np.ndarray, ratios: Sequence[float]) -> Rule:
+def _make_ratio_shares(values: np.ndarray, ratios: Sequence[float]) -> Rule:
     shares = np.asarray(ratios, float)
     if not len(shares) or not np.isfinite(shares).all() or (shares <= 0).any():
-        raise UserError(f"ratios: {listing(ratios)} was given; ratios are numbers above 0, one per client.")
+        raise UserError(f"ratios: {list_values(ratios)} was given; ratios are numbers above 0, one per client.")
     shares = shares / shares.sum()
     return lambda random: np.stack([random.permutation(shares) for _ in range(values.max() + 1)])
 
@@ -244,7 +244,7 @@ def _deal_by_rule(
     """Deal, and draw again while a client has fewer than `at_least` rows or none of the needed ones."""
     if len(values) == 0:
         raise UserError("there are no rows to deal; give a table with rows.")
-    random = generator(seed, _DEAL)
+    random = make_generator(seed, _DEAL)
     needed = np.ones(len(values), bool) if needed is None else needed
     attempts = 0
     while True:
@@ -301,7 +301,7 @@ def split_by_group(groups: np.ndarray, fraction: float, seed: int, owner: np.nda
     return _rank_by_owner(cell, owner, seed, _SPLIT) < number
 
 
-def balanced_validation(
+def draw_balanced_validation(
     groups: np.ndarray,
     client: np.ndarray,
     available: np.ndarray,
@@ -323,7 +323,7 @@ def balanced_validation(
     return _draw_validation(cell, available, np.minimum(wanted[client], sizes[cell] // 2), seed, owner)
 
 
-def proportional_validation(
+def draw_proportional_validation(
     groups: np.ndarray,
     client: np.ndarray,
     available: np.ndarray,
@@ -366,11 +366,11 @@ def _rank_by_owner(values: np.ndarray, owner: np.ndarray, seed: int, stream: int
     order = np.argsort(owner, kind="stable")
     for mine in np.split(order, np.flatnonzero(np.diff(owner[order])) + 1):
         if mine.size:
-            places[mine] = ranks(values[mine], generator(seed, stream, int(owner[mine[0]])))
+            places[mine] = draw_ranks(values[mine], make_generator(seed, stream, int(owner[mine[0]])))
     return places
 
 
-def ranks(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
+def draw_ranks(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Each row's place (from 0) in a random order of the rows with its value."""
     order = random.permutation(len(values))
     order = order[np.argsort(values[order], kind="stable")]
@@ -383,7 +383,7 @@ def ranks(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------- who holds what
 
 
-def holdings(
+def count_holdings(
     client: np.ndarray,
     group: np.ndarray,
     label: np.ndarray,

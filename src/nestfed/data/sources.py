@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nestfed.core.settings import UserError, first_line, suggest
+from nestfed.core.settings import UserError, suggest, summarise_error
 from nestfed.data.fetch import REMEDY, Official, obtain
 from nestfed.data.table import NEAREST, Table
 
@@ -105,13 +105,13 @@ def read_hmda(content: bytes) -> pd.DataFrame:
     return pd.read_csv(io.BytesIO(content))
 
 
-def bundled_frame(name: str) -> pd.DataFrame:
+def read_bundled(name: str) -> pd.DataFrame:
     content = (importlib.resources.files("nestfed.data") / "bundled" / f"{name}.csv.xz").read_bytes()
     return pd.read_csv(io.BytesIO(content), compression="xz", keep_default_na=False)
 
 
-def bundled_adult_train() -> pd.DataFrame:
-    return bundled_frame("adult").query("part == 'train'").drop(columns="part")
+def read_bundled_adult_train() -> pd.DataFrame:
+    return read_bundled("adult").query("part == 'train'").drop(columns="part")
 
 
 ADULT_ORIGIN = "Becker and Kohavi (1996), Adult, UCI Machine Learning Repository, doi 10.24432/C5XW20, CC BY 4.0"
@@ -127,7 +127,7 @@ SOURCES = {
         address=f"{UCI}/2/adult.zip",
         roles=ADULT_ROLES,
         md5=ADULT_MD5,
-        bundled=bundled_adult_train,
+        bundled=read_bundled_adult_train,
     ),
     "adult-all": Source(
         rows=48842,
@@ -137,7 +137,7 @@ SOURCES = {
         address=f"{UCI}/2/adult.zip",
         roles=ADULT_ROLES | {"drop": ("part",)},  # the host's own split
         md5=ADULT_MD5,
-        bundled=lambda: bundled_frame("adult"),
+        bundled=lambda: read_bundled("adult"),
     ),
     "german": Source(
         rows=1000,
@@ -153,7 +153,7 @@ SOURCES = {
             "doi 10.24432/C5NC77, CC BY 4.0",
         },
         md5={"german.data": "6b94c2e35480e671545e52a808a8a549"},
-        bundled=lambda: bundled_frame("german"),
+        bundled=lambda: read_bundled("german"),
     ),
     "default-credit": Source(
         rows=30000,
@@ -279,7 +279,9 @@ def _read(name: str, source: Source, contents: dict[str, bytes], where: str) -> 
         frame = source.read(*contents.values())
         positives = int(Table(name=name, frame=frame, **source.roles).labels().sum())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{files} from {where} is not the table {name!r} ({first_line(error)}). {REMEDY}") from None
+        raise UserError(
+            f"{files} from {where} is not the table {name!r} ({summarise_error(error)}). {REMEDY}"
+        ) from None
     if (len(frame), positives) != (source.rows, source.positives):
         raise UserError(
             f"{files} from {where} has {len(frame)} rows with {positives} positive labels, expected are {source.rows} "

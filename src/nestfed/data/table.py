@@ -55,13 +55,13 @@ class Table:
             if not is_number(values):
                 raise UserError(
                     f"{self.name}: threshold={self.threshold} was given, but the label {self.label!r} holds text "
-                    f"({listing(values.unique())}); name the value that counts as 1 with positive=."
+                    f"({list_values(values.unique())}); name the value that counts as 1 with positive=."
                 )
             positive = values.to_numpy(float) > self.threshold
             rule = f"exceeds the threshold {self.threshold:g} (values from {values.min():g} to {values.max():g})"
         else:
-            positive = equals(values, self.positive)
-            rule = f"equals positive={self.positive!r} (values: {listing(values.unique())})"
+            positive = find_equal(values, self.positive)
+            rule = f"equals positive={self.positive!r} (values: {list_values(values.unique())})"
         if not self.is_partial and (positive.all() or not positive.any()):
             raise UserError(
                 f"{self.name}: the label {self.label!r} {rule} in {'every' if positive.all() else 'no'} row; "
@@ -75,7 +75,7 @@ class Table:
             if not self.groups:
                 raise UserError(
                     f"{self.name}: no group column is named; give group= one of the columns "
-                    f"{listing(self.frame.columns, 40)}, or several joined by '+'."
+                    f"{list_values(self.frame.columns, 40)}, or several joined by '+'."
                 )
             group = self.groups[0]
         columns = (group,) if group in self.frame.columns else tuple(group.split("+"))
@@ -94,7 +94,7 @@ class Table:
             return self._number_groups(codes, names, title, self.schema), self.schema.groups
         if len(names) < 2:
             raise UserError(
-                f"{self.name}: {title!r} has one group only ({listing(names)}); "
+                f"{self.name}: {title!r} has one group only ({list_values(names)}); "
                 "fairness compares groups: choose a column with at least two values."
             )
         if len(names) > MOST_GROUPS:
@@ -108,14 +108,14 @@ class Table:
         """The groups' numbers as the schema has them."""
         if len(schema.groups) < 2:
             raise UserError(
-                f"the schema has one group of {title!r} only ({listing(schema.groups)}); fairness compares groups: "
+                f"the schema has one group of {title!r} only ({list_values(schema.groups)}); fairness compares groups: "
                 "name two or more."
             )
         unknown = [name for name in names if name not in schema.groups]
         if unknown:
             raise UserError(
-                f"{self.name}: {title!r} has the group {listing(unknown)}, which is not in the schema "
-                f"({listing(schema.groups)}); agree on a schema that has it, or correct these rows."
+                f"{self.name}: {title!r} has the group {list_values(unknown)}, which is not in the schema "
+                f"({list_values(schema.groups)}); agree on a schema that has it, or correct these rows."
             )
         return np.array([schema.groups.index(name) for name in names], np.int32)[codes]
 
@@ -125,7 +125,7 @@ class Table:
         return [column for column in self.frame.columns if column not in left_out]
 
 
-def summary(table: Table) -> pd.DataFrame:
+def describe_columns(table: Table) -> pd.DataFrame:
     """One row per column: name, role, kind, number of missing and of distinct values, examples."""
     group_columns = {column for group in table.groups for column in table.group_columns(group)}
 
@@ -145,14 +145,14 @@ def summary(table: Table) -> pd.DataFrame:
             "kind": "number" if is_number(values) else "category",
             "missing": int(values.isna().sum()),
             "distinct": int(values.nunique()),
-            "examples": listing(values.dropna().unique(), 3),
+            "examples": list_values(values.dropna().unique(), 3),
         }
-        for column, values in columns_of(table.frame)
+        for column, values in list_columns(table.frame)
     ]
     return pd.DataFrame(rows)
 
 
-def overview(table: Table) -> pd.DataFrame:
+def describe_groups(table: Table) -> pd.DataFrame:
     """Rows and positives of the whole table (first row) and of every group of every group column."""
     labels = table.labels()
     rows = [("", "all rows", len(labels), int(labels.sum()))]
@@ -171,7 +171,7 @@ def draft_schema(table: Table, batch_size: int | None = None) -> Schema:
     """What a holder of these rows would propose to the others."""
     group_columns = table.group_columns() if table.groups else ()
     rules = {}
-    for name, values in columns_of(table.frame):
+    for name, values in list_columns(table.frame):
         if name in table.drop:
             rules[name] = ColumnRule(LEFT_OUT)
         elif name not in (table.label, table.client):
@@ -200,7 +200,7 @@ def _draft_rule(values: Column, *, is_group: bool) -> ColumnRule:
     known = values.dropna()
     if known.empty:
         return ColumnRule(CONSTANT)
-    return ColumnRule(CATEGORY, levels=tuple(sorted(categories(known)[1])), gaps=bool(values.isna().any()))
+    return ColumnRule(CATEGORY, levels=tuple(sorted(find_categories(known)[1])), gaps=bool(values.isna().any()))
 
 
 def apply_schema(table: Table, schema: Schema, decimal_comma: np.ndarray | None = None) -> Table:
@@ -242,19 +242,19 @@ def _read_by_rule(values: Column, rule: ColumnRule, decimal_comma: np.ndarray) -
     """A column as its rule reads it, and what does not fit, in words."""
     absent = values.isna()
     if rule.kind == CATEGORY:
-        text = _strip(values.map(value_name).astype(object).where(~absent, None))
+        text = _strip(values.map(name_value).astype(object).where(~absent, None))
         unknown = ~text.where(~absent, MISSING).isin(rule.all_levels)
-        examples = listing(text[unknown].map(value_name).unique(), 3)
+        examples = list_values(text[unknown].map(name_value).unique(), 3)
         told = f"{int(unknown.sum())} of {len(text)} values are no level of the schema and count as none ({examples})"
         return text, told if unknown.any() else ""
     numbers = values
     if not is_number(values):
         text = values.astype(str).str.strip()
-        numbers = to_number(text.where(~decimal_comma, text.str.replace(",", "."))).where(~absent)
+        numbers = convert_to_numbers(text.where(~decimal_comma, text.str.replace(",", "."))).where(~absent)
     known = np.isfinite(numbers.to_numpy(np.float64, na_value=np.nan))
     odd = ~known & ~absent.to_numpy()
     if odd.any():
-        examples = listing(values[odd].unique(), 3)
+        examples = list_values(values[odd].unique(), 3)
         return numbers, f"{int(odd.sum())} of {len(values)} values are no numbers and count as missing ({examples})"
     if not known.all() and not rule.gaps and rule.kind == NUMBER:
         return numbers, f"{int((~known).sum())} of {len(values)} values are missing; the schema has no mark for them"
@@ -264,11 +264,11 @@ def _read_by_rule(values: Column, rule: ColumnRule, decimal_comma: np.ndarray) -
 # ------------------------------------------------------------------------------------------------- values of columns
 
 
-def columns_of(frame: pd.DataFrame) -> Iterable[tuple[str, Column]]:
+def list_columns(frame: pd.DataFrame) -> Iterable[tuple[str, Column]]:
     return ((str(name), values) for name, values in frame.items())
 
 
-def to_number(values: Column) -> Column:
+def convert_to_numbers(values: Column) -> Column:
     """Numbers where the values can be read as such, NaN elsewhere."""
     return pd.to_numeric(values, errors="coerce")
 
@@ -277,23 +277,23 @@ def is_number(values: Column) -> bool:
     return is_numeric_dtype(values) and not is_bool_dtype(values)
 
 
-def categories(values: Column) -> tuple[np.ndarray, list[str]]:
+def find_categories(values: Column) -> tuple[np.ndarray, list[str]]:
     """Each row's category as a number, in order of first appearance, and their names; missing is one of them."""
     codes, distinct = pd.factorize(values, use_na_sentinel=False)
     # Different values may have one name (1 and 1.0, or the text "missing" beside missing values).
-    merged, names = pd.factorize(np.array([value_name(value) for value in distinct], object))
+    merged, names = pd.factorize(np.array([name_value(value) for value in distinct], object))
     return merged[codes], list(names)
 
 
 def name_groups(columns: Sequence[Column]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Each row's group as a number, in order of first appearance, and the groups' names: values joined by " + "."""
-    parts = [categories(column) for column in columns]
+    parts = [find_categories(column) for column in columns]
     joined = pd.MultiIndex.from_arrays([np.asarray(names, object)[codes] for codes, names in parts])
     codes, values = pd.factorize(joined)
     return codes, tuple(" + ".join(value) for value in values)
 
 
-def value_name(value: Any) -> str:
+def name_value(value: Any) -> str:
     """How a value is written: 1.0 and 1 alike, so that a column of whole numbers with gaps keeps its names."""
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return MISSING
@@ -302,7 +302,7 @@ def value_name(value: Any) -> str:
     return str(value)
 
 
-def equals(values: Column, value: Any) -> np.ndarray:
+def find_equal(values: Column, value: Any) -> np.ndarray:
     """Which rows hold `value`; a number may be given as text, as the command line does."""
     if is_number(values):
         try:
@@ -311,12 +311,12 @@ def equals(values: Column, value: Any) -> np.ndarray:
             return np.zeros(len(values), bool)
     if is_bool_dtype(values):
         return values.astype(str).str.lower().to_numpy(object) == str(value).lower()
-    return values.map(value_name).to_numpy(object) == value_name(value)
+    return values.map(name_value).to_numpy(object) == name_value(value)
 
 
-def listing(values: Iterable[Any], most: int = 10) -> str:
+def list_values(values: Iterable[Any], most: int = 10) -> str:
     """A few values in one line."""
-    names = [value_name(value) for value in values]
+    names = [name_value(value) for value in values]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -334,5 +334,5 @@ def check_column(columns: Iterable[str], name: str, role: str, table: str) -> No
     if name not in columns:
         raise UserError(
             f"{table}: there is no column {name!r} for the {role}{suggest(name, columns, *NEAREST)}; "
-            f"the columns are {listing(columns, 40)}."
+            f"the columns are {list_values(columns, 40)}."
         )

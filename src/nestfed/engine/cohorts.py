@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from nestfed.core.algorithm import Cohort
-from nestfed.core.randomness import COHORT, DROPOUT, fold, priorities, random_below
+from nestfed.core.randomness import COHORT, DROPOUT, draw_below, draw_priorities, fold
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import AnyArray, Array
@@ -51,16 +51,16 @@ class CohortRule(NamedTuple):
         return self.sampling == "poisson"
 
 
-def cohort_rule(cohort: int | float | None, sampling: str, weights: np.ndarray) -> CohortRule | None:
+def make_cohort_rule(cohort: int | float | None, sampling: str, weights: np.ndarray) -> CohortRule | None:
     """What a user asks for, checked; None: everybody takes part. `weights` are [..., clients]."""
     clients = weights.shape[-1]
     if sampling not in SAMPLINGS:
         raise UserError(f"sampling={sampling!r} was given; use one of {', '.join(SAMPLINGS)}.")
-    size = expected_cohort(cohort, clients)
+    size = find_expected_cohort(cohort, clients)
     if sampling == "poisson":
         if size is None:
             raise UserError("sampling='poisson' was given without cohort; give the expected number of clients.")
-        return CohortRule(float(size), sampling, _room(float(size), clients))
+        return CohortRule(float(size), sampling, _find_room(float(size), clients))
     if size is None or round(size) >= clients:
         return None
     number = max(1, round(size))
@@ -72,7 +72,7 @@ def cohort_rule(cohort: int | float | None, sampling: str, weights: np.ndarray) 
     return CohortRule(number, sampling, number)
 
 
-def expected_cohort(cohort: int | float | None, clients: int) -> float | None:
+def find_expected_cohort(cohort: int | float | None, clients: int) -> float | None:
     """The number of clients per round from a number, a fraction or None."""
     if cohort is None:
         return None
@@ -89,7 +89,7 @@ def expected_cohort(cohort: int | float | None, clients: int) -> float | None:
     return int(cohort)
 
 
-def _room(size: float, clients: int) -> int:
+def _find_room(size: float, clients: int) -> int:
     """For a Poisson cohort. Coins of unequal chances are less spread than equal ones (Hoeffding 1956)."""
     from scipy.special import bdtrc  # not needed without Poisson cohorts
 
@@ -98,7 +98,7 @@ def _room(size: float, clients: int) -> int:
     return int(enough[0]) if enough.size else clients
 
 
-def chances_of(weights: AnyArray, rule: CohortRule | None) -> Array:
+def find_chances(weights: AnyArray, rule: CohortRule | None) -> Array:
     """Every client's chance to be asked: min(1, tau weight), the same in sum as the cohort's expected size."""
     weights = jnp.asarray(weights)
     if rule is None or rule.sampling == "uniform":
@@ -121,7 +121,7 @@ def find_remarks(weights: np.ndarray, rule: CohortRule | None, dropout: bool) ->
             "cohorts are drawn uniformly although clients weigh differently: light clients count for more than their "
             "weights say. sampling='weights' solves the stated problem.",
         )
-    always_asked = rule is None or float(np.max(chances_of(weights, rule))) >= 1
+    always_asked = rule is None or float(np.max(find_chances(weights, rule))) >= 1
     if dropout and always_asked:
         return (
             "clients weigh differently and some of them do not answer: a mean over those who do lets light clients "
@@ -130,7 +130,7 @@ def find_remarks(weights: np.ndarray, rule: CohortRule | None, dropout: bool) ->
     return ()
 
 
-def all_participants(task: Task) -> Participant:
+def list_participants(task: Task) -> Participant:
     """All clients, as at the start and in metrics."""
     positions, weights = jnp.arange(task.clients), jnp.asarray(task.weights)
     return Participant(positions, jnp.asarray(task.data.ids), positions, weights, jnp.ones_like(weights))
@@ -149,35 +149,36 @@ def choose_cohort(
     """The participants of a round. Draws are keyed by client id: a new client displaces few. Dropped clients get weight
     zero.
 
-    `chances` are those of `chances_of`, for whoever has computed them before the first round. `secret` draws the cohort
-    in place of the run's key, which everybody knows: for a guarantee that counts on nobody knowing who took part.
+    `chances` are those of `find_chances`, for whoever has computed them before the first round. `secret` draws the
+    cohort in place of the run's key, which everybody knows: for a guarantee that counts on nobody knowing who took
+    part.
     """
     ids, weights = jnp.asarray(task.data.ids), jnp.asarray(task.weights)
-    of_all: Any = chances_of(weights, rule) if chances is None else chances
+    of_all: Any = find_chances(weights, rule) if chances is None else chances
     positions, present = jnp.arange(task.clients), None
     if rule is not None:
         chosen_by = fold(key if secret is None else secret, COHORT, round)
-        priority = priorities(chosen_by, ids)
-        draw = {"uniform": _uniform, "weights": _by_weight, "poisson": _by_coin}[rule.sampling]
+        priority = draw_priorities(chosen_by, ids)
+        draw = {"uniform": _draw_uniformly, "weights": _draw_by_weight, "poisson": _draw_by_coin}[rule.sampling]
         positions, present = draw(chosen_by, priority, of_all, rule)
         weights = weights / jnp.where(of_all > 0, of_all, 1).astype(weights.dtype)
     ids, weights, own = ids[positions], weights[positions], of_all[positions]
     if present is not None:
         weights = jnp.where(present, weights, 0)
     if dropout is not None:
-        luck = priorities(fold(key, DROPOUT, round), ids).astype(weights.dtype) / 2.0**32
+        luck = draw_priorities(fold(key, DROPOUT, round), ids).astype(weights.dtype) / 2.0**32
         weights = jnp.where(luck >= dropout, weights, 0)
     return Participant(positions, ids, jnp.arange(positions.size), weights, own)
 
 
-def _uniform(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, None]:
+def _draw_uniformly(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, None]:
     """The clients with the largest priorities: a larger cohort contains the smaller one."""
     # As floats of the same order (no NaN, nothing denormal): for these there is a fast selection, not a whole sort.
     _, chosen = lax.top_k(lax.bitcast_convert_type((priority >> 3) + 0x00800000, jnp.float32), rule.room)
     return jnp.sort(chosen), None  # the task's own order within the cohort
 
 
-def _by_weight(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, Array]:
+def _draw_by_weight(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, Array]:
     """Systematic sampling from the clients in random order: exactly these chances, and nobody twice.
 
     Chances are laid end to end in whole numbers, and evenly spaced points are dropped on them from a random start.
@@ -187,7 +188,7 @@ def _by_weight(key: Array, priority: Array, chances: Array, rule: CohortRule) ->
     lengths = jnp.where(chances < 1, lengths, jnp.uint32(spacing))
     order = jnp.argsort(priority)
     ends = jnp.cumsum(lengths[order], dtype="uint32")
-    start = random_below(key, jnp.uint32(spacing))
+    start = draw_below(key, jnp.uint32(spacing))
     points_before = jnp.where(ends > start, (ends - start - 1) // jnp.uint32(spacing) + 1, 0)
     hit = jnp.diff(points_before, prepend=points_before[:1] * 0) > 0
     chosen = jnp.zeros(priority.shape, bool).at[order].set(hit)
@@ -196,7 +197,7 @@ def _by_weight(key: Array, priority: Array, chances: Array, rule: CohortRule) ->
     return positions, chosen[positions]  # rounding may leave the last point without a client
 
 
-def _by_coin(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, Array]:
+def _draw_by_coin(key: Array, priority: Array, chances: Array, rule: CohortRule) -> tuple[Array, Array]:
     """Every client whose coin falls; the other places go to clients that take no part."""
     luck = priority.astype(jnp.float32) / 2.0**32
     present = (luck < chances.astype(jnp.float32)) | (chances >= 1)
@@ -211,7 +212,7 @@ def show_cohort(participants: Participant) -> Cohort:
     return Cohort(participants.id, participants.weight)
 
 
-def expected_weight(weights: AnyArray, chances: Array) -> tuple[Array, Array]:
+def find_expected_weight(weights: AnyArray, chances: Array) -> tuple[Array, Array]:
     """(what the weights in means of a Poisson cohort add up to on average, the largest of them)."""
     in_means = jnp.asarray(weights) / jnp.where(chances > 0, chances, 1)
     return jnp.ones((), in_means.dtype), jnp.max(in_means)

@@ -14,19 +14,19 @@ import numpy as np
 
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.jax_internals import NotCommonError, prove_common
-from nestfed.core.noise import fresh_key
+from nestfed.core.noise import draw_fresh_key
 from nestfed.core.settings import UserError, check_registered, validate
 from nestfed.core.task import Task
-from nestfed.engine.cohorts import all_participants
+from nestfed.engine.cohorts import list_participants
 from nestfed.engine.rounds import Plan, make_collective, start_all
 from nestfed.engine.steps import (
     START,
     Call,
     Inputs,
     Phase,
+    list_phases,
     make_client,
-    no_notes,
-    phases_of,
+    make_no_notes,
     run_round,
     step_alone,
     take_step,
@@ -53,7 +53,7 @@ class Remembered(collections.OrderedDict[Hashable, Any]):
 _CONTRACTS = Remembered()
 
 
-def kind_of(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) -> Hashable:
+def find_kind(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) -> Hashable:
     """Everything about them but numbers: what is traced with one of a kind holds for all."""
     given = algorithm, task, uploads
     return jax.tree.structure(given), tuple((np.shape(a), str(jnp.result_type(a))) for a in jax.tree.leaves(given))
@@ -96,17 +96,17 @@ def check_match(algorithm: Algorithm, task: Task) -> None:
 
 def check_contract(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...] = ()) -> tuple[str, ...]:
     """Refuse an algorithm that breaks the contract; the names of what its steps note."""
-    return _CONTRACTS.find(kind_of(algorithm, task, uploads), lambda: _check(algorithm, task, uploads))
+    return _CONTRACTS.find(find_kind(algorithm, task, uploads), lambda: _check(algorithm, task, uploads))
 
 
 def _check(algorithm: Algorithm, task: Task, uploads: tuple[Transform, ...]) -> tuple[str, ...]:
-    key, noise = jax.random.key(0), fresh_key()  # nothing runs: any key of noise will do
+    key, noise = jax.random.key(0), draw_fresh_key()  # nothing runs: any key of noise will do
     inputs = Inputs(algorithm, task, key, noise, jnp.zeros(()), uploads)
     call = lambda server: call_for_tracing(inputs, server)
     state, _ = jax.eval_shape(lambda: step_alone(algorithm, task, START, call(None), None))
-    server, client = algorithm.split(zeros_of(state))
+    server, client = algorithm.split(make_zeros(state))
     state, names = algorithm.begin(server, client), set()
-    for phase in phases_of(algorithm):
+    for phase in list_phases(algorithm):
         step = lambda s, phase=phase: step_alone(algorithm, task, phase.step(0), call(server), s)
         for _ in range(min(phase.repeats, 2)):  # the second turn of a loop must find what the first one found
             before = jax.eval_shape(lambda s: s, state)
@@ -131,26 +131,26 @@ def call_for_tracing(inputs: Inputs, server: Any) -> Call:
     return Call(inputs.key, round, server, jnp.ones(()), inputs.uploads, inputs.noise)
 
 
-def zeros_of(shapes: Any) -> Any:
+def make_zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
 
 def count_exchanging_steps(algorithm: Algorithm, task: Task) -> int:
     """How many steps of a round exchange."""
-    inputs = Inputs(algorithm, task, jax.random.key(0), fresh_key(), jnp.zeros(()))
+    inputs = Inputs(algorithm, task, jax.random.key(0), draw_fresh_key(), jnp.zeros(()))
     start = call_for_tracing(inputs, None)
     server, client = algorithm.split(
-        zeros_of(jax.eval_shape(lambda: step_alone(algorithm, task, START, start, None)[0]))
+        make_zeros(jax.eval_shape(lambda: step_alone(algorithm, task, START, start, None)[0]))
     )
     state, number = algorithm.begin(server, client), 0
-    for phase in phases_of(algorithm):
+    for phase in list_phases(algorithm):
         spoken: list[bool] = []
-        state = jax.eval_shape(_step_of(inputs, phase, server, spoken), state)
+        state = jax.eval_shape(_make_step(inputs, phase, server, spoken), state)
         number += phase.repeats * bool(spoken)
     return number
 
 
-def _step_of(inputs: Inputs, phase: Phase, server: Any, spoken: list[bool]) -> Callable[[Any], Any]:
+def _make_step(inputs: Inputs, phase: Phase, server: Any, spoken: list[bool]) -> Callable[[Any], Any]:
     call = call_for_tracing(inputs, server)
     algorithm, task = inputs.algorithm, inputs.task
     return lambda s: step_alone(algorithm, task, phase.step(0), call, s, lambda: spoken.append(True))[0]
@@ -159,7 +159,7 @@ def _step_of(inputs: Inputs, phase: Phase, server: Any, spoken: list[bool]) -> C
 def _find_leak(inputs: Inputs, start: Call, round: Call, notes: tuple[str, ...]) -> str | None:
     """JAX refuses an output of the collective program that should be common to all clients and is not."""
     algorithm, task = inputs.algorithm, inputs.task
-    everybody = all_participants(task)
+    everybody = list_participants(task)
 
     def begin(place):
         return take_step(algorithm, task, START, None, make_client(task, place, start), start, make_collective(place))[
@@ -168,7 +168,7 @@ def _find_leak(inputs: Inputs, start: Call, round: Call, notes: tuple[str, ...])
 
     def one_round(pair):
         client, place = pair
-        return run_round(algorithm, task, client, place, round, make_collective(place), no_notes(notes))[0]
+        return run_round(algorithm, task, client, place, round, make_collective(place), make_no_notes(notes))[0]
 
     try:
         with prove_common():

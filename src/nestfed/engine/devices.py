@@ -110,7 +110,7 @@ class Blocks:
         mapped = jax.shard_map(program, mesh=self.mesh, in_specs=where, out_specs=results, check_vma=False)
         return mapped(*arguments)
 
-    def places_of_task(self, task: Task) -> Task:
+    def list_task_places(self, task: Task) -> Task:
         """For `run`: where the parts of a task lie."""
         common = lambda tree: jax.tree.map(lambda _: COMMON, tree)
         own = lambda rows: dataclasses.replace(common(rows), columns=jax.tree.map(lambda _: OWN, rows.columns))
@@ -130,14 +130,14 @@ class Blocks:
         """How many of these clients each device owns."""
         return (positions[:, None] // self.size == jnp.arange(self.mesh.size)[None]).sum(0)
 
-    def all_own(self, participants: Participant) -> Participant:
+    def take_all_own(self, participants: Participant) -> Participant:
         """Those of all clients that this device owns, ghosts included."""
         position = self.first + jnp.arange(self.size)
         here = jnp.minimum(position, self.clients - 1)
         own: Any = jax.tree.map(lambda a: a[here], participants)
         return own._replace(weight=jnp.where(self.real, own.weight, 0))
 
-    def some_own(self, participants: Participant, room: int) -> tuple[Participant, Array, Array]:
+    def take_some_own(self, participants: Participant, room: int) -> tuple[Participant, Array, Array]:
         """(those of a cohort that this device owns, filled up to `room` with some that weigh nothing; where their Local
         fields lie on this device, beyond the end for the fillers; how many of these places must be run). One at least:
         the Shared fields that it ends with are this device's too."""
@@ -167,9 +167,13 @@ class SpreadCohort:
         leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled)
         plain = [i for i, leaf in enumerate(leaves) if not is_scaled(leaf)]
         scaled = [i for i, leaf in enumerate(leaves) if is_scaled(leaf)]
-        for i, total in zip(plain, _together(lambda a: lax.psum(a, AXIS), [leaves[i] for i in plain]), strict=True):
+        for i, total in zip(
+            plain, _exchange_together(lambda a: lax.psum(a, AXIS), [leaves[i] for i in plain]), strict=True
+        ):
             leaves[i] = total
-        everywhere = _together(_stack_devices, [part for i in scaled for part in (leaves[i].shift, leaves[i].value)])
+        everywhere = _exchange_together(
+            _stack_devices, [part for i in scaled for part in (leaves[i].shift, leaves[i].value)]
+        )
         for number, i in enumerate(scaled):
             shifts, values = everywhere[2 * number : 2 * number + 2]
             leaves[i] = _add_scaled(shifts, values)
@@ -181,14 +185,14 @@ class SpreadCohort:
         of_device = owner[:, None] == jnp.arange(self.blocks.mesh.size)[None]
         rank = jnp.take_along_axis(jnp.cumsum(of_device, 0), owner[:, None], 1)[:, 0] - 1
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, [a[owner, rank] for a in _together(_stack_devices, leaves)])
+        return jax.tree.unflatten(structure, [a[owner, rank] for a in _exchange_together(_stack_devices, leaves)])
 
 
 def _stack_devices(values: Array) -> Array:
     return lax.all_gather(values, AXIS)
 
 
-def _together(exchange: Callable[[Array], Array], leaves: list[Array]) -> list[Array]:
+def _exchange_together(exchange: Callable[[Array], Array], leaves: list[Array]) -> list[Array]:
     """An exchange of vectors applied to many arrays, all of one kind in a single message: messages are what costs. Axes
     that the exchange puts before the vector's stay."""
     results: dict[int, Array] = {}

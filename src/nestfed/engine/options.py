@@ -13,7 +13,7 @@ import numpy as np
 from nestfed.core.settings import UserError, setting, suggest, validate
 from nestfed.core.types import Array, Seed
 from nestfed.engine.cohorts import SAMPLINGS
-from nestfed.uploads.privacy import Uploads, transforms_of
+from nestfed.uploads.privacy import Uploads, list_transforms
 
 OUTPUTS = ("last", "average", "random", "best")
 CLIENT_AXES = ("auto", "vmap", "map")
@@ -108,7 +108,7 @@ class Options:
             raise UserError(f"progress={self.progress!r} was given; it must be True, False or None.")
         if not isinstance(self.checkpoint, (str, Path, NoneType)):
             raise UserError(f"checkpoint={self.checkpoint!r} was given; give the path of a file.")
-        transforms_of(self.uploads)
+        list_transforms(self.uploads)
         if (self.output == "best") != (self.select is not None):
             raise UserError("output='best' goes with select=<name of a metric on validation data>, and only with it.")
         if self.output == "best" and self.evaluate_every is None:
@@ -142,7 +142,7 @@ def make_options(options: Options | None, changes: Mapping[str, Any]) -> Options
     return dataclasses.replace(Options() if options is None else options, **changes)
 
 
-def as_key(seed: Seed) -> Array:
+def make_key(seed: Seed) -> Array:
     """A JAX key from a whole number, or the key itself."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         return jax.random.key(int(seed))

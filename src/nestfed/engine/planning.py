@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed.core.algorithm import Algorithm
-from nestfed.core.noise import noise_key
+from nestfed.core.noise import make_noise_key
 from nestfed.core.task import Task
 from nestfed.core.types import Seed
-from nestfed.engine.cohorts import CohortRule, chances_of, cohort_rule
+from nestfed.engine.cohorts import CohortRule, find_chances, make_cohort_rule
 from nestfed.engine.contract import check_contract, check_match, count_exchanging_steps
 from nestfed.engine.devices import Blocks
-from nestfed.engine.options import Options, as_key
+from nestfed.engine.options import Options, make_key
 from nestfed.engine.processes import share_key
 from nestfed.engine.rounds import Plan
-from nestfed.engine.steps import Inputs, steps_per_round
-from nestfed.uploads.privacy import CentralDP, guarantee_of, transforms_of
+from nestfed.engine.steps import Inputs, count_steps
+from nestfed.uploads.privacy import CentralDP, find_guarantee, list_transforms
 
 LARGE_MODEL = 20_000  # parameters
 CACHED_BATCHES = 2**20  # bytes
@@ -35,11 +35,11 @@ def make_plan(
     the clients over several devices.
     """
     check_match(algorithm, task)
-    rule = cohort_rule(options.cohort, options.sampling, np.asarray(task.weights if weights is None else weights))
+    rule = make_cohort_rule(options.cohort, options.sampling, np.asarray(task.weights if weights is None else weights))
     places = task.clients if rule is None else rule.room
     if blocks is not None:
         places = _find_room(blocks, rule, np.asarray(task.weights))
-    guarantee = guarantee_of(options.uploads)
+    guarantee = find_guarantee(options.uploads)
     if guarantee is not None:
         guarantee.check_cohort(rule is not None and rule.random_size)
     chunk = _choose_chunk(options, algorithm, task, places)
@@ -55,15 +55,15 @@ def make_plan(
         chunk=chunk,
         blocks=blocks,
         room=0 if blocks is None else places,
-        notes=check_contract(algorithm, task, transforms_of(options.uploads)),
+        notes=check_contract(algorithm, task, list_transforms(options.uploads)),
     )
 
 
 def make_inputs(algorithm: Algorithm, task: Task, seed: Seed, options: Options) -> Inputs:
     """What the programs of a run take; noise is drawn anew by every call."""
-    key = as_key(seed)
-    noise = share_key(noise_key(options.noise_seed, key))
-    return Inputs(algorithm, task, key, noise, jnp.asarray(float(options.dropout)), transforms_of(options.uploads))
+    key = make_key(seed)
+    noise = share_key(make_noise_key(options.noise_seed, key))
+    return Inputs(algorithm, task, key, noise, jnp.asarray(float(options.dropout)), list_transforms(options.uploads))
 
 
 def _choose_chunk(options: Options, algorithm: Algorithm, task: Task, places: int) -> int | None:
@@ -89,7 +89,7 @@ def _choose_chunk(options: Options, algorithm: Algorithm, task: Task, places: in
     chunk = -(-places // blocks)  # blocks of equal size: the last one is computed whole
     if task.data.columns is None or places * one <= CACHED_BATCHES or chunk >= places:
         return None
-    return chunk if 2 * count_exchanging_steps(algorithm, task) <= steps_per_round(algorithm) else None
+    return chunk if 2 * count_exchanging_steps(algorithm, task) <= count_steps(algorithm) else None
 
 
 def _find_room(blocks: Blocks, rule: CohortRule | None, weights: np.ndarray) -> int:
@@ -97,7 +97,7 @@ def _find_room(blocks: Blocks, rule: CohortRule | None, weights: np.ndarray) -> 
     deviations more."""
     if rule is None:
         return blocks.size
-    chances = np.asarray(chances_of(weights, rule))
+    chances = np.asarray(find_chances(weights, rule))
     bounds = [blocks.bounds(device) for device in range(blocks.mesh.size)]
     usual = rule.room * max(float(chances[first:last].sum()) for first, last in bounds) / float(chances.sum())
     return min(int(usual + 3 * usual**0.5) + 1, rule.room, blocks.size)

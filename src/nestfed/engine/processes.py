@@ -55,7 +55,7 @@ def check_alike(describe: Callable[[], Mapping[str, str]], words: Mapping[str, s
     part; `words` say what differs where the parts themselves would tell a reader nothing."""
     if not are_several():
         return
-    everywhere = [json.loads(text) for text in gather_texts(json.dumps(_versions() | dict(describe())))]
+    everywhere = [json.loads(text) for text in gather_texts(json.dumps(_list_versions() | dict(describe())))]
     first = everywhere[0]
     for process, theirs in enumerate(everywhere):
         different = [name for name in first | theirs if first.get(name) != theirs.get(name)]
@@ -64,7 +64,7 @@ def check_alike(describe: Callable[[], Mapping[str, str]], words: Mapping[str, s
             raise UserError(f"process {process} does not run what process 0 runs ({told}); start all alike.")
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     names = ("nestfed", "jax", "jaxlib", "numpy")
     found = {name: importlib.metadata.version(name) for name in names}
     return found | {"Python": platform.python_version(), "precision": str(jax.numpy.result_type(float))}

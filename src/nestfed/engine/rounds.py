@@ -24,10 +24,10 @@ from nestfed.core.types import Array, PyTree
 from nestfed.engine.cohorts import (
     CohortRule,
     Participant,
-    all_participants,
-    chances_of,
     choose_cohort,
-    expected_weight,
+    find_chances,
+    find_expected_weight,
+    list_participants,
     show_cohort,
 )
 from nestfed.engine.devices import AXIS, COMMON, OWN, Blocks, SpreadCohort
@@ -44,20 +44,20 @@ from nestfed.engine.steps import (
     Notes,
     Treatment,
     add_notes,
-    largest_share,
+    average_by_weight,
+    average_over_clients,
+    compute_shares,
+    find_largest_share,
+    list_phases,
     make_client,
+    make_no_notes,
     make_shared_key,
+    make_treatment,
     make_words,
-    mean_over_clients,
-    no_notes,
-    phases_of,
     repeat,
     replay,
     run_round,
-    shares_of,
     take_step,
-    treatment_of,
-    weighted_mean,
 )
 from nestfed.uploads.transforms import SIGNAL, measure_signal
 
@@ -109,11 +109,11 @@ def make_collective(
     side_by_side = lambda a: lax.all_gather(a, "clients")
 
     def mean(tree, treatment):
-        answer = mean_over_clients(tree, place.weight, expected, spread)
+        answer = average_over_clients(tree, place.weight, expected, spread)
         if treatment is None:
             return answer
         weights = side_by_side(place.weight) if spread is None else spread.participants.weight
-        return treatment(answer, largest_share(weights, expected))
+        return treatment(answer, find_largest_share(weights, expected))
 
     def gather(tree, reply, key):
         values = jax.tree.map(lambda a: side_by_side(jnp.asarray(a)), tree)
@@ -232,7 +232,7 @@ class _Replays(NamedTuple):
     def answer(self, ask: Ask, values: PyTree, treatment: Treatment | None) -> tuple[bool, PyTree]:
         weights = self.participants.weight
         if ask.reply is None:
-            return False, weighted_mean(values, weights, treatment, self.expected, self.spread)
+            return False, average_by_weight(values, weights, treatment, self.expected, self.spread)
         if self.spread is not None:
             values = self.spread.gather(values)
         if ask.reply is reply_with_all:
@@ -250,23 +250,23 @@ def start_all(inputs: Inputs, plan: Plan):
         client = make_client(task, place, call)
         return algorithm.split(take_step(algorithm, task, START, None, client, call, exchange)[0])
 
-    everybody, spread = _everybody(task, plan)
+    everybody, spread = _list_everybody(task, plan)
     if plan.chunk is None:
         collective = lambda p: make_collective(p, spread=spread)
         together = jax.vmap(lambda p: init(p, collective(p)), out_axes=(None, 0), axis_name="clients")
         return together(everybody)
-    treatments = functools.partial(treatment_of, call, 0)
+    treatments = functools.partial(make_treatment, call, 0)
     replays = _Replays(everybody, make_shared_key(call, 0), plan.chunk, treatments=treatments, spread=spread)
     server, clients = replays.run(init, everybody)
     return jax.tree.map(lambda a: a[0], server), clients
 
 
-def _everybody(task: Task, plan: Plan) -> tuple[Participant, SpreadCohort | None]:
+def _list_everybody(task: Task, plan: Plan) -> tuple[Participant, SpreadCohort | None]:
     """(all clients, or all of this device; all of them, where devices are several)."""
-    everybody = all_participants(task)
+    everybody = list_participants(task)
     if plan.blocks is None:
         return everybody, None
-    return plan.blocks.all_own(everybody), SpreadCohort(plan.blocks, everybody, plan.blocks.size)
+    return plan.blocks.take_all_own(everybody), SpreadCohort(plan.blocks, everybody, plan.blocks.size)
 
 
 def _run_together(
@@ -305,7 +305,7 @@ def _run_in_turn(
     carry: tuple[Any, Notes] = begin_all(algorithm, call.server, clients, number), everyone_s
     before = carry[0]
     keys = jax.vmap(lambda place: make_client(task, place, call).key)(participants)
-    for phase in phases_of(algorithm):
+    for phase in list_phases(algorithm):
         before = carry[0]
 
         def take(index, mine, exchange, phase=phase):
@@ -315,10 +315,10 @@ def _run_in_turn(
             return state, add_notes(notes, noted)
 
         with_places = lambda carry: (carry, participants, keys)
-        if _exchanges(lambda: take(phase.first, jax.tree.map(lambda a: a[0], with_places(carry)), replay([]))):
+        if _does_exchange(lambda: take(phase.first, jax.tree.map(lambda a: a[0], with_places(carry)), replay([]))):
 
             def step(index, carry, take=take):
-                treatments = functools.partial(treatment_of, call, index)
+                treatments = functools.partial(make_treatment, call, index)
                 key = make_shared_key(call, index)
                 replays = _Replays(
                     participants, key, chunk, None, treatments, call.expected, spread=spread, taken=count
@@ -344,7 +344,7 @@ def begin_all(algorithm: Algorithm, server: Any, clients: Any, number: int) -> A
     return jax.vmap(lambda client, _: algorithm.begin(server, client))(clients, jnp.arange(number))
 
 
-def _exchanges(step: Callable) -> bool:
+def _does_exchange(step: Callable) -> bool:
     try:
         jax.eval_shape(step)
     except Ask:
@@ -364,10 +364,10 @@ def _run_one_round(inputs: Inputs, run: Run, round: Array, chances: Array, plan:
         return _run_participants(inputs, run, round, plan, call, participants, index)
     if all_there:
         everybody = SpreadCohort(blocks, participants, blocks.size)
-        return _run_participants(inputs, run, round, plan, call, blocks.all_own(participants), None, everybody)
+        return _run_participants(inputs, run, round, plan, call, blocks.take_all_own(participants), None, everybody)
 
     def with_room(room: int):
-        own, index, count = blocks.some_own(participants, room)
+        own, index, count = blocks.take_some_own(participants, room)
         spread = SpreadCohort(blocks, participants, room)
         return _run_participants(inputs, run, round, plan, call, own, index, spread, count)
 
@@ -400,7 +400,7 @@ def _run_participants(
     old = pick(run.clients)
     present = participants.weight > 0
     of_all = present if spread is None else spread.participants.weight > 0
-    notes = no_notes(plan.notes)
+    notes = make_no_notes(plan.notes)
     if plan.chunk is None:
         server, clients, before, noted = _run_together(algorithm, task, old, participants, call, notes, spread)
     else:
@@ -451,7 +451,7 @@ def call_up(inputs: Inputs, server: Any, round: Array, chances: Array, plan: Pla
     )
     whole, expected = participants.weight.sum(), None
     if plan.cohort is not None and plan.cohort.random_size and any(t.hides_in_mean for t in uploads):
-        expected = Expected(*expected_weight(task.weights, chances))
+        expected = Expected(*find_expected_weight(task.weights, chances))
         whole = expected.whole
     return participants, Call(inputs.key, round, server, whole, uploads, inputs.noise, expected)
 
@@ -466,7 +466,7 @@ def _summarise(total: Notes, weights: Array, call: Call, plan: Plan) -> Notes:
     if SIGNAL not in plan.columns:
         return kept
     squares, numbers = (total[name][0] / jnp.maximum(total[name][1], 1) for name in (SQUARES, NUMBERS))
-    shares, largest = shares_of(weights, call.expected), largest_share(weights, call.expected)
+    shares, largest = compute_shares(weights, call.expected), find_largest_share(weights, call.expected)
     ratio = measure_signal(call.uploads, squares, numbers, shares, largest)
     return kept | {SIGNAL: jnp.where(jnp.isfinite(ratio), jnp.stack([ratio, jnp.ones(())]), 0)}
 
@@ -480,11 +480,11 @@ def is_finite(tree: PyTree) -> Array:
 _PLACES = Run._make(OWN if name in ("clients", "unsynced") else COMMON for name in Run._fields)
 
 
-def _on_devices(program: Callable, results: Any, inputs: Inputs, *rest: Any, plan: Plan) -> Any:
+def _run_on_devices(program: Callable, results: Any, inputs: Inputs, *rest: Any, plan: Plan) -> Any:
     """A program of the clients of one device, on every device; `results` says where what it returns lies."""
     if plan.blocks is None:
         return program(inputs, *rest, plan)
-    of_task = plan.blocks.places_of_task(inputs.task)
+    of_task = plan.blocks.list_task_places(inputs.task)
     of_inputs = Inputs._make(of_task if name == "task" else COMMON for name in Inputs._fields)
     of_rest = tuple(_PLACES if isinstance(one, Run) else COMMON for one in rest)
     return plan.blocks.run(lambda *all: program(*all, plan), (inputs, *rest), (of_inputs, *of_rest), results)
@@ -493,7 +493,7 @@ def _on_devices(program: Callable, results: Any, inputs: Inputs, *rest: Any, pla
 @functools.partial(jax.jit, static_argnames=("plan",))
 def evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
     """The task's metrics over all clients, and the extra ones of the plan."""
-    return _on_devices(_evaluate, COMMON, inputs, run, plan=plan)
+    return _run_on_devices(_evaluate, COMMON, inputs, run, plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))  # traced once for all its uses
@@ -502,7 +502,7 @@ def _evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
     number of rows, not clients x largest client.
     """
     task = inputs.task
-    everybody, spread = _everybody(task, plan)
+    everybody, spread = _list_everybody(task, plan)
     sizes = jnp.asarray(task.data.sizes)
     by_size = jnp.argsort(sizes if spread is None else sizes[everybody.position])
     # On several devices the pool is that of one: a metric that reaches for it, past its own rows, must not get it.
@@ -549,7 +549,7 @@ class Output(NamedTuple):
     score: Array  # of "best": the smallest value so far
 
 
-def _first_output(server: Any, plan: Plan) -> Output | None:
+def _make_first_output(server: Any, plan: Plan) -> Output | None:
     return None if plan.output == "last" else Output(server, jnp.asarray(jnp.inf))
 
 
@@ -581,7 +581,7 @@ def _update_output(run: Run, key: Array, round: Array, values: dict[str, Array],
 @functools.partial(jax.jit, static_argnames=("plan",))
 def start(inputs: Inputs, plan: Plan) -> Run:
     """The run before its first round."""
-    return _on_devices(_start, _PLACES, inputs, plan=plan)
+    return _run_on_devices(_start, _PLACES, inputs, plan=plan)
 
 
 def _start(inputs: Inputs, plan: Plan) -> Run:
@@ -600,7 +600,7 @@ def _start(inputs: Inputs, plan: Plan) -> Run:
     if blocks is not None:
         finite = lax.psum(1 - finite.astype(jnp.int32), AXIS) == 0
     diverged = jnp.where(finite, minus_one, 0)
-    return Run(server, clients, _first_output(server, plan), unsynced, jnp.asarray(0, jnp.int32), diverged)
+    return Run(server, clients, _make_first_output(server, plan), unsynced, jnp.asarray(0, jnp.int32), diverged)
 
 
 CAPACITY = 256  # rounds in one call; fixed, so that runs of all lengths share one program
@@ -613,11 +613,11 @@ def advance(inputs: Inputs, run: Run, first: Array, rounds: Array, plan: Plan) -
     The number of rounds is an input of the program: a run can be cut into pieces of any lengths without compiling again
     and without changing a number. `first` comes from outside so that it stays one number when runs are stacked.
     """
-    return _on_devices(_advance, (_PLACES, COMMON), inputs, run, first, rounds, plan=plan)
+    return _run_on_devices(_advance, (_PLACES, COMMON), inputs, run, first, rounds, plan=plan)
 
 
 def _advance(inputs: Inputs, run: Run, first: Array, rounds: Array, plan: Plan) -> tuple[Run, dict[str, Any]]:
-    every, chances = plan.evaluate_every, chances_of(inputs.task.weights, plan.cohort)
+    every, chances = plan.evaluate_every, find_chances(inputs.task.weights, plan.cohort)
     shapes = jax.eval_shape(lambda: _evaluate(inputs, run, plan)) if every else {}
     nothing = lambda v: jnp.full(v.shape, jnp.nan if jnp.issubdtype(v.dtype, jnp.floating) else 0, v.dtype)
     blank = jax.tree.map(nothing, shapes)

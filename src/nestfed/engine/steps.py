@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nestfed.core.algorithm import Algorithm, Cohort, Fed, Reply, Sample, reply_with_all
-from nestfed.core.jax_internals import trace_level
+from nestfed.core.jax_internals import find_trace_level
 from nestfed.core.randomness import ANSWER, BATCH, INIT, SHARED, UPLOAD, fold, fold_pair
 from nestfed.core.rows import ClientRows
 from nestfed.core.scaled import LOWEST, Scaled, is_scaled
@@ -114,7 +114,7 @@ INITIALISE = -1
 START = Step(INITIALISE, 0, True)
 
 
-def phases_of(algorithm: Algorithm) -> list[Phase]:
+def list_phases(algorithm: Algorithm) -> list[Phase]:
     """The phases of a round, in order: the one place that says how a round goes."""
     phases, first = [], 0
     for number, (method, repeats, sync) in enumerate(algorithm.schedule()):
@@ -124,15 +124,17 @@ def phases_of(algorithm: Algorithm) -> list[Phase]:
     return phases
 
 
-def steps_of(algorithm: Algorithm) -> list[Step]:
+def list_steps(algorithm: Algorithm) -> list[Step]:
     """The single steps of a round, in order."""
     return [
-        phase.step(index) for phase in phases_of(algorithm) for index in range(phase.first, phase.first + phase.repeats)
+        phase.step(index)
+        for phase in list_phases(algorithm)
+        for index in range(phase.first, phase.first + phase.repeats)
     ]
 
 
-def steps_per_round(algorithm: Algorithm) -> int:
-    return sum(phase.repeats for phase in phases_of(algorithm))
+def count_steps(algorithm: Algorithm) -> int:
+    return sum(phase.repeats for phase in list_phases(algorithm))
 
 
 # ------------------------------------------------------------------------------------------------- one step
@@ -144,7 +146,7 @@ def make_client(task: Task, place: Participant, call: Call) -> Client:
     return Client(task.data.client(place.position), place, fold(call.key, stream, call.round + 1, place.id))
 
 
-def only_client(id: Any = 0, share: Any = 1.0) -> Participant:
+def make_only_participant(id: Any = 0, share: Any = 1.0) -> Participant:
     """The place of a client that has nobody beside it."""
     zero = jnp.asarray(0)
     return Participant(zero, jnp.asarray(id), zero, jnp.ones(()), jnp.asarray(share, float))
@@ -160,7 +162,7 @@ def take_step(
     fed = Fed(
         **make_words(exchange, common_key, notes, transit),
         sync=step.sync,
-        t=jnp.maximum(call.round, 0) * steps_per_round(algorithm) + step.index,
+        t=jnp.maximum(call.round, 0) * count_steps(algorithm) + step.index,
         step=step.index,
         server=call.server,
         key=fold_pair(client.key, step.index, _FED_KEY),
@@ -180,7 +182,7 @@ def add_notes(total: Notes, notes: Notes) -> Notes:
     return {name: total.get(name, 0) + notes.get(name, 0) for name in total | notes}
 
 
-def no_notes(names: Sequence[str]) -> Notes:
+def make_no_notes(names: Sequence[str]) -> Notes:
     return {name: jnp.zeros(2) for name in names}
 
 
@@ -191,7 +193,7 @@ def run_round(
     within the program."""
     client = make_client(task, place, call)
     state, before = algorithm.begin(call.server, local), None
-    for phase in phases_of(algorithm):
+    for phase in list_phases(algorithm):
 
         def take(index, pair, phase=phase):
             state, noted = take_step(algorithm, task, phase.step(index), pair[0], client, call, exchange)
@@ -212,14 +214,14 @@ def repeat(phase: Phase, take: Callable[[Any, Any], Any], carry: Any) -> Any:
 def make_draws(task: Task, client: Client, step: ArrayLike) -> Callable[[Any], Sample]:
     """draw(0), draw(1), ... are the independent batches of one step; the same index is the same batch."""
     known: dict[int, Sample] = {}
-    level = trace_level()
+    level = find_trace_level()
 
     def draw(j) -> Sample:
         if isinstance(j, int) and j in known:
             return known[j]
         key = lambda number: fold_pair(client.key, step, number)
         sample = Sample(task.sample(client.data, key(2 * j)), key(2 * j + 1))
-        if isinstance(j, int) and trace_level() == level:  # a value made inside a loop may not leave it
+        if isinstance(j, int) and find_trace_level() == level:  # a value made inside a loop may not leave it
             known[j] = sample
         return sample
 
@@ -239,10 +241,10 @@ class _NoteBook:
 
     def __init__(self):
         self.values: Notes = {}
-        self.level = trace_level()
+        self.level = find_trace_level()
 
     def note(self, name: str, value: Any) -> None:
-        if trace_level() != self.level:
+        if find_trace_level() != self.level:
             raise UserError(
                 f"fed.note({name!r}, ...) was called inside a loop or transformation of a step; return the value from "
                 "the loop and note it after."
@@ -263,8 +265,8 @@ class Transit:
         self.keys = own(call.key), None if call.noise is None else own(call.noise)
 
     def mean(self, exchange: Exchange, tree: PyTree, around: PyTree) -> PyTree:
-        treatment = treatment_of(self.call, self.index, self.number)
-        sent = self._send(subtract_reference(jax.tree.map(as_float, tree), around))
+        treatment = make_treatment(self.call, self.index, self.number)
+        sent = self._send(subtract_reference(jax.tree.map(convert_to_float, tree), around))
         answer = exchange.mean(sent, treatment)
         leaves = [a.astype(float) for a in jax.tree.leaves(answer)]
         if any(transform.noisy for transform in self.call.uploads):
@@ -293,7 +295,7 @@ class Transit:
         return sent
 
 
-def treatment_of(call: Call, index: Any, number: int) -> Treatment | None:
+def make_treatment(call: Call, index: Any, number: int) -> Treatment | None:
     """What the server does to the mean of exchange `number` of a step."""
     if not call.uploads:
         return None
@@ -306,11 +308,11 @@ def make_words(
     exchange: Exchange, key: Array, notes: _NoteBook | None = None, transit: Transit | None = None
 ) -> dict[str, Any]:
     """The words of an exchange as the fields of Fed, refused inside a loop: there they could not be deployed."""
-    level = trace_level()
+    level = find_trace_level()
     book = _NoteBook() if notes is None else notes
 
     def check():
-        if trace_level() != level:
+        if find_trace_level() != level:
             raise UserError(
                 "fed.mean or fed.gather was called inside a loop or transformation of a step; such an exchange cannot "
                 "be deployed. Give the loop its own entry in schedule() instead."
@@ -360,7 +362,7 @@ def _gather_alone(tree, reply, key):
     return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1)), jnp.asarray(0), key)
 
 
-_ALONE = Exchange(mean=lambda tree, treatment: jax.tree.map(as_float, tree), gather=_gather_alone)
+_ALONE = Exchange(mean=lambda tree, treatment: jax.tree.map(convert_to_float, tree), gather=_gather_alone)
 
 
 def step_alone(
@@ -369,19 +371,19 @@ def step_alone(
     """A step of the task's first client as if it were the whole federation: for the shapes of what comes out."""
     announced = lambda word: lambda *args: (on_exchange(), word(*args))[1]
     exchange = Exchange(*(announced(word) for word in _ALONE))
-    return take_step(algorithm, task, step, state, make_client(task, only_client(), call), call, exchange)
+    return take_step(algorithm, task, step, state, make_client(task, make_only_participant(), call), call, exchange)
 
 
 # ------------------------------------------------------------------------------------------------- means
 
 
-def as_float(a: Any) -> Array:
+def convert_to_float(a: Any) -> Array:
     """Means are of numbers: whole numbers and switches are averaged as floats."""
     a = jnp.asarray(a)
     return a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(float)
 
 
-def mean_over_clients(
+def average_over_clients(
     tree: PyTree, weight: Array, expected: Expected | None = None, spread: SpreadCohort | None = None
 ) -> PyTree:
     """The weighted mean over the axis "clients" of a vmap, and over devices where the cohort is spread. Clients of
@@ -393,7 +395,7 @@ def mean_over_clients(
         total = lax.psum(weight, "clients") if spread is None else spread.participants.weight.sum()
 
     def add_plain(a):
-        a = as_float(a)
+        a = convert_to_float(a)
         return lax.psum(jnp.where(weight > 0, weight.astype(a.dtype) * a, 0), "clients")
 
     def add_scaled(y):
@@ -409,7 +411,7 @@ def mean_over_clients(
     return jax.tree.map(divide, sums if spread is None else spread.add(sums), is_leaf=is_scaled)
 
 
-def weighted_mean(
+def average_by_weight(
     values: PyTree,
     weights: Array,
     treatment: Treatment | None = None,
@@ -417,19 +419,19 @@ def weighted_mean(
     spread: SpreadCohort | None = None,
 ) -> PyTree:
     """The same mean over the leading axis, as the server answers it."""
-    mean = lambda a, weight: mean_over_clients(a, weight, expected, spread)
+    mean = lambda a, weight: average_over_clients(a, weight, expected, spread)
     answer = jax.vmap(mean, out_axes=None, axis_name="clients")(values, weights)
     if treatment is None:
         return answer
-    return treatment(answer, largest_share(weights if spread is None else spread.participants.weight, expected))
+    return treatment(answer, find_largest_share(weights if spread is None else spread.participants.weight, expected))
 
 
-def shares_of(weights: Array, expected: Expected | None = None) -> Array:
+def compute_shares(weights: Array, expected: Expected | None = None) -> Array:
     """What part of a mean each client has."""
     total = weights.sum() if expected is None else expected.whole
     return weights / jnp.where(total > 0, total, 1)
 
 
-def largest_share(weights: Array, expected: Expected | None = None) -> Array:
+def find_largest_share(weights: Array, expected: Expected | None = None) -> Array:
     """The largest part of a mean that a client can have."""
-    return jnp.max(shares_of(weights)) if expected is None else expected.largest / expected.whole
+    return jnp.max(compute_shares(weights)) if expected is None else expected.largest / expected.whole

@@ -40,7 +40,7 @@ class Cell(NamedTuple):
     cost: dict[str, Any]  # of one round, per client: exchanges, bytes up and down, oracle calls
     seconds: float
     machine: str
-    origin: dict[str, Any] = {}  # see `origin_of`; what an older program did not record is missing
+    origin: dict[str, Any] = {}  # see `describe_origin`; what an older program did not record is missing
 
     @property
     def rounds(self) -> int:
@@ -134,7 +134,7 @@ class Table(NamedTuple):
     origin: dict[str, Any] = {}
 
 
-def in_words(settings: Mapping[str, Any]) -> str:
+def describe_settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {value:g}" for key, value in settings.items())
 
 
@@ -148,7 +148,7 @@ def train(settings: Settings, tasks: Any, seeds: Sequence[int], **options: Unpac
     """Sweep over all settings and seeds; options are those of `sweep`."""
     began = time.monotonic()
     found = sweep([setting for _, setting in settings], tasks, list(seeds), **options)
-    return _cell(settings, tasks, seeds, found.history, found.diverged, began)
+    return _make_cell(settings, tasks, seeds, found.history, found.diverged, began)
 
 
 def train_in_turn(
@@ -182,10 +182,12 @@ def train_in_turn(
     first = found[0][0][0]
     history = {name: joined(lambda history, _: history[name]) for name in first if name != "round"}
     diverged = joined(lambda _, when: when)
-    return _cell(settings, tasks, seeds, history | {"round": first["round"]}, diverged, began)
+    return _make_cell(settings, tasks, seeds, history | {"round": first["round"]}, diverged, began)
 
 
-def _cell(settings: Any, tasks: Any, seeds: Sequence[int], history: Any, diverged: np.ndarray, began: float) -> Cell:
+def _make_cell(
+    settings: Any, tasks: Any, seeds: Sequence[int], history: Any, diverged: np.ndarray, began: float
+) -> Cell:
     first = settings[0][1][0] if isinstance(settings[0][1], tuple) else settings[0][1]
     ledger = measure(first, tasks if not isinstance(tasks, Sequence) else tasks[0]).round
     return Cell(
@@ -202,7 +204,7 @@ def _cell(settings: Any, tasks: Any, seeds: Sequence[int], history: Any, diverge
         },
         seconds=time.monotonic() - began,
         machine=jax.devices()[0].device_kind,
-        origin=origin_of(tasks),
+        origin=describe_origin(tasks),
     )
 
 
@@ -211,10 +213,10 @@ def tabulate(make: Callable[[], pd.DataFrame], data: Any = ()) -> Table:
     began = time.monotonic()
     frame = make()
     rows: Any = frame.to_dict("records")
-    return Table(rows, time.monotonic() - began, jax.devices()[0].device_kind, origin_of(data))
+    return Table(rows, time.monotonic() - began, jax.devices()[0].device_kind, describe_origin(data))
 
 
-def origin_of(data: Any) -> dict[str, Any]:
+def describe_origin(data: Any) -> dict[str, Any]:
     """Of what a cell comes: the commit of the code, the versions of what it uses, the machine, and the sha256 sum of
     all arrays in `data`, a task or several: rows, those put aside, starting points."""
     digest = hashlib.sha256()
@@ -224,14 +226,14 @@ def origin_of(data: Any) -> dict[str, Any]:
         digest.update(array.data)
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
     host = f"{platform.machine()}, {os.cpu_count()} cores"
-    return {"commit": commit(), "versions": versions, "host": host, "data": digest.hexdigest()}
+    return {"commit": find_commit(), "versions": versions, "host": host, "data": digest.hexdigest()}
 
 
 PACKAGES = ("nestfed", "jax", "jaxlib", "numpy", "optax")
 
 
 @functools.cache
-def commit() -> str:
+def find_commit() -> str:
     """That of the checkout that this file lies in, with a + where its source has changed since."""
     here = Path(__file__).parent
 
@@ -255,7 +257,7 @@ def save(path: Path, cell: Cell | Table) -> None:
         about["diverged"] = cell.diverged.tolist()
         frame = pd.MultiIndex.from_product([range(len(cell.settings)), cell.seeds, cell.round.tolist()])
         frame = frame.to_frame(index=False, name=["setting", "seed", "round"])
-        frame = frame.assign(**{name: _shortened(values.ravel()) for name, values in cell.metrics.items()})
+        frame = frame.assign(**{name: _shorten(values.ravel()) for name, values in cell.metrics.items()})
     else:
         frame = pd.DataFrame(about.pop("rows"))
     frame.attrs.update(about)
@@ -265,7 +267,7 @@ def save(path: Path, cell: Cell | Table) -> None:
     replace_file(path, content.getvalue())
 
 
-def _shortened(values: np.ndarray) -> np.ndarray:
+def _shorten(values: np.ndarray) -> np.ndarray:
     """In half the bytes where that loses nothing."""
     values = np.asarray(values, float)
     with np.errstate(over="ignore"):  # what is too large for it stays as it is

@@ -134,14 +134,14 @@ def judge(claims: Sequence[Claim]) -> list[Judged]:
     """All claims of a page."""
     cases = [{name: judge_case(case, claim.says) for name, case in claim.cases.items()} for claim in claims]
     suggested = [_suggest(list(own.values())) for own in cases]
-    corrected = holm(p for _, p in suggested)
+    corrected = correct_by_holm(p for _, p in suggested)
     sure = [verdict if p < LEVEL else UNDECIDED for (verdict, _), p in zip(suggested, corrected, strict=True)]
     return [Judged(*one) for one in zip(claims, sure, corrected, cases, strict=True)]
 
 
 def judge_case(case: Case, says: Range) -> Judgement:
     """By its interval alone."""
-    p, reason = _p(case.found, says), _reason(case, says)
+    p, reason = _compute_p(case.found, says), _explain(case, says)
     if not reason and p >= LEVEL:
         reason = "the interval crosses the bound"
     side = HOLDS if says.holds(case.found.mean) else REFUTED
@@ -158,7 +158,7 @@ def _suggest(cases: Sequence[Judgement]) -> tuple[str, float]:
     return UNDECIDED, math.nan
 
 
-def _reason(case: Case, says: Range) -> str:
+def _explain(case: Case, says: Range) -> str:
     """Why a case cannot be judged."""
     found = case.found
     if case.open:
@@ -173,17 +173,17 @@ def _reason(case: Case, says: Range) -> str:
     return ""
 
 
-def _p(found: Paired, says: Range) -> float:
+def _compute_p(found: Paired, says: Range) -> float:
     """Two-sided; for a range with two ends, of both having been tested (TOST) where the mean is inside."""
     if found.n < 2 or math.isnan(found.p):
         return found.p
-    against = [at_level(found, bound).p for bound in says.bounds]
+    against = [compare_to_level(found, bound).p for bound in says.bounds]
     if says.holds(found.mean):
         return max(against)
-    return at_level(found, says.low if found.mean <= says.low else says.high).p
+    return compare_to_level(found, says.low if found.mean <= says.low else says.high).p
 
 
-def at_level(found: Paired, level: float) -> Paired:
+def compare_to_level(found: Paired, level: float) -> Paired:
     """The same difference, with the p-value of the test against another level than zero."""
     error = (found.high - found.low) / 2 / stdtrit(found.n - 1, (1 + CONFIDENCE) / 2) if found.n > 1 else math.nan
     if not error > 0:
@@ -191,7 +191,7 @@ def at_level(found: Paired, level: float) -> Paired:
     return found._replace(p=float(2 * stdtr(found.n - 1, -abs(found.mean - level) / error)))
 
 
-def holm(values: Iterable[float]) -> list[float]:
+def correct_by_holm(values: Iterable[float]) -> list[float]:
     """p-values corrected for their number; NaN is no test."""
     p = np.asarray(list(values), float)
     tested = np.flatnonzero(np.isfinite(p))
@@ -204,7 +204,7 @@ def holm(values: Iterable[float]) -> list[float]:
 # ------------------------------------------------------------------------------------------------- in words
 
 
-def claims_table(judged: Sequence[Judged]) -> pd.DataFrame:
+def tabulate_claims(judged: Sequence[Judged]) -> pd.DataFrame:
     """One row per claim and case."""
     return pd.DataFrame(
         [
@@ -234,7 +234,7 @@ def claims_table(judged: Sequence[Judged]) -> pd.DataFrame:
     )
 
 
-def markdown_claims(judged: Sequence[Judged]) -> str:
+def format_claims(judged: Sequence[Judged]) -> str:
     """The verdicts as a list, with every case below its claim."""
     lines = []
     for one in judged:
@@ -250,12 +250,14 @@ def markdown_claims(judged: Sequence[Judged]) -> str:
         lines.append(
             f"   Compared: {claim.compared}; claimed: {claim.says}.{f' {claim.reading}' * bool(claim.reading)}"
         )
-        lines += [f"   - {name}: {in_words(claim.cases[name], judgement)}" for name, judgement in one.cases.items()]
+        lines += [
+            f"   - {name}: {describe_case(claim.cases[name], judgement)}" for name, judgement in one.cases.items()
+        ]
         lines.append("")
     return "\n".join(lines) + "\n"
 
 
-def in_words(case: Case, judgement: Judgement) -> str:
+def describe_case(case: Case, judgement: Judgement) -> str:
     found, text = case.found, f"{case.found.mean if abs(case.found.mean) > ROUNDING else 0:+.4g}"
     if not math.isfinite(found.mean):
         text = "none"

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from nestfed.core.settings import UserError
 from nestfed.experiments import plots
 from nestfed.experiments.cells import Cell, Table, load, save
-from nestfed.experiments.claims import Claim, Judged, claims_table, judge, markdown_claims
+from nestfed.experiments.claims import Claim, Judged, format_claims, judge, tabulate_claims
 from nestfed.models import ImageModel
 from nestfed.report import figures, tables
 
@@ -161,7 +161,7 @@ class Experiment:
         trainings = self.begin(folder, quick=quick, progress=progress)
         trainings.train_all()
         page = self.make_page(trainings)
-        settings = {"experiment": self.name, "plan": plain(trainings.plan)} | dict(page.settings)
+        settings = {"experiment": self.name, "plan": convert_to_plain(trainings.plan)} | dict(page.settings)
         (folder / "settings.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
         return self.write(trainings, page)
 
@@ -188,13 +188,16 @@ class Experiment:
 
     def figures(self, page: Page) -> dict[str, Callable[[], Figure]]:
         """All of a page, and one of its verdicts."""
-        return {**page.figures, **({"claims": functools.partial(plots.verdicts, page.judged)} if page.claims else {})}
+        return {
+            **page.figures,
+            **({"claims": functools.partial(plots.draw_verdicts, page.judged)} if page.claims else {}),
+        }
 
     def write_tables(self, trainings: Trainings[Any], page: Page, folder: Path) -> None:
         """As CSV, and as Markdown and LaTeX where the page says so; also where every cell comes from."""
         folder.mkdir(parents=True, exist_ok=True)
         digits = None if page.digits is None else f"%.{page.digits}g"
-        common = {"claims": claims_table(page.judged), "cells": origins_table(trainings)}
+        common = {"claims": tabulate_claims(page.judged), "cells": tabulate_origins(trainings)}
         for name, table in (common | dict(page.tables)).items():
             if name in page.typeset:
                 tables.write(table, folder, name, shown=page.shown.get(name), names=NAMES)
@@ -204,20 +207,20 @@ class Experiment:
     def render(self, trainings: Trainings[Any], page: Page) -> str:
         """The text of the page."""
         environment = jinja2.Environment(keep_trailing_newline=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-        environment.filters["markdown"] = markdown
+        environment.filters["markdown"] = format_markdown
         template = environment.from_string(self.template.read_text(encoding="utf-8"))
         return template.render(
             plan=trainings.plan,
             made=self.tell_making(trainings),
             quick=trainings.plan == self.quick,
             tables={**page.tables, **page.shown},
-            claims=JUDGING.format(claims=len(page.claims)) + markdown_claims(page.judged),
+            claims=JUDGING.format(claims=len(page.claims)) + format_claims(page.judged),
             **page.words,
         )
 
     def tell_making(self, trainings: Trainings[Any]) -> str:
         """How the page came about: the commands, the time, and what is known of the code and the machines."""
-        table = origins_table(trainings)
+        table = tabulate_origins(trainings)
         unknown = list(table["commit"]).count(UNKNOWN)
         told = [
             f"    {trainings.command}                 # the trainings, and this page",
@@ -252,7 +255,7 @@ of its cases do and is refuted where one is, if that survives Holm's correction 
 """
 
 
-def origins_table(trainings: Trainings[Any]) -> pd.DataFrame:
+def tabulate_origins(trainings: Trainings[Any]) -> pd.DataFrame:
     """One row per cell: what it took, and of what code, data and machine it came."""
     rows = []
     for name in trainings.names():
@@ -273,19 +276,21 @@ def _count(cell: Cell | Table) -> Any:
     return len(cell.settings) if isinstance(cell, Cell) else ""
 
 
-def markdown(table: pd.DataFrame) -> str:
-    return tables.markdown(table, names=NAMES)
+def format_markdown(table: pd.DataFrame) -> str:
+    return tables.format_markdown(table, names=NAMES)
 
 
-def plain(value: Any) -> Any:
+def convert_to_plain(value: Any) -> Any:
     """As a settings file has it: records as tables, pairs with names as tables, networks in words, nothing for None."""
     if isinstance(value, ImageModel):
         return str(value)
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {name: plain(own) for name, own in value.items() if own is not None}
+        return {name: convert_to_plain(own) for name, own in value.items() if own is not None}
     if isinstance(value, tuple):
         pairs = bool(value) and all(isinstance(own, tuple) and isinstance(own[0], str) for own in value)
-        return {name: plain(own) for name, own in value} if pairs else [plain(own) for own in value]
+        return (
+            {name: convert_to_plain(own) for name, own in value} if pairs else [convert_to_plain(own) for own in value]
+        )
     return value

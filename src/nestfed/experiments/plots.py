@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from nestfed.experiments.claims import HOLDS, REFUTED, UNDECIDED, Judged
 from nestfed.report import statistics
 from nestfed.report.figures import INK, MUTED, STYLE
-from nestfed.report.style import BASELINE, COLOURS, Look, looks
+from nestfed.report.style import BASELINE, COLOURS, Look, choose_looks
 
 LEVELS = ("dotted", "dashed", "dashdot")  # how lines to compare with are drawn
 LONGEST_LABEL = 6  # characters; values of a setting that need more get the axis's own labels
@@ -24,7 +24,7 @@ VERDICTS = {HOLDS: COLOURS[2], REFUTED: COLOURS[1], UNDECIDED: BASELINE}
 WIDEST = 4  # panels side by side
 
 
-def panels(
+def draw_panels(
     parts: Sequence[tuple[str, pd.DataFrame]],
     metric: str,
     methods: Mapping[str, str],
@@ -33,7 +33,7 @@ def panels(
     logarithmic: bool = False,
 ) -> Figure:
     """One panel per history, on a common axis: means and intervals against communication rounds."""
-    drawn = looks(methods)
+    drawn = choose_looks(methods)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6 * len(parts) + 1.2, 3.9), layout="constrained")
         grid = np.ravel(figure.subplots(1, len(parts), sharey=True))
@@ -45,17 +45,17 @@ def panels(
             axes.margins(x=0.01)
         grid[0].set_ylabel(ylabel)
         grid[-1].legend()
-        _note(figure, BAND)
+        _write_note(figure, BAND)
     return figure
 
 
-def differences(
+def draw_differences(
     parts: Sequence[tuple[str, pd.DataFrame]], metric: str, methods: Mapping[str, str], reference: str, *, ylabel: str
 ) -> Figure:
     """One panel per history and method, where curves would coincide: the paired difference to the reference over
     rounds, on a common axis."""
     others = {method: title for method, title in methods.items() if method != reference}
-    drawn = looks(others)
+    drawn = choose_looks(others)
     with matplotlib.rc_context(STYLE):
         shape = (len(parts), len(others))
         figure = Figure(figsize=(2.5 * shape[1] + 1.2, 2.4 * shape[0] + 0.7), layout="constrained")
@@ -65,7 +65,7 @@ def differences(
             for axes, (method, look) in zip(row, drawn.items(), strict=True):
                 found = (values[method] - values[reference]).dropna(axis="columns", how="all")
                 when, n = found.index.to_numpy(float), found.notna().sum(axis=1)
-                mean, reach = found.mean(axis=1), statistics.half_width(found.std(axis=1, ddof=0), n)
+                mean, reach = found.mean(axis=1), statistics.compute_half_width(found.std(axis=1, ddof=0), n)
                 axes.axhline(0, color=INK, linewidth=1, linestyle=(0, (1, 2.5)))
                 axes.plot(when, mean, color=look.colour, linewidth=2)
                 axes.fill_between(when, mean - reach, mean + reach, color=look.colour, alpha=0.2, linewidth=0)
@@ -74,11 +74,11 @@ def differences(
             row[0].set_ylabel(ylabel)
         for axes in grid[-1]:
             axes.set_xlabel("communication rounds")
-        _note(figure, f"Paired differences to {methods[reference]}: mean over seeds and its 95 % interval.")
+        _write_note(figure, f"Paired differences to {methods[reference]}: mean over seeds and its 95 % interval.")
     return figure
 
 
-def single_seeds(
+def draw_single_seeds(
     parts: Sequence[tuple[str, pd.DataFrame]],
     metric: str,
     methods: Mapping[str, str],
@@ -88,7 +88,7 @@ def single_seeds(
 ) -> Figure:
     """A row per history, a panel per method: every seed by itself, where some collapse and a band would hide it. The
     paper's value, part -> method -> value, is a broken line."""
-    drawn = looks(methods)
+    drawn = choose_looks(methods)
     with matplotlib.rc_context(STYLE):
         shape = (len(parts), len(methods))
         figure = Figure(figsize=(2.2 * shape[1] + 1.2, 2.5 * shape[0] + 0.6), layout="constrained")
@@ -107,11 +107,11 @@ def single_seeds(
             row[0].set_ylabel(f"{title}\n{ylabel}")
         for axes in grid[-1]:
             axes.set_xlabel("rounds")
-        _note(figure, "Thin: every seed. Thick: their median. Broken: the paper's value.")
+        _write_note(figure, "Thin: every seed. Thick: their median. Broken: the paper's value.")
     return figure
 
 
-def metric_panels(
+def draw_metric_panels(
     history: pd.DataFrame,
     metrics: Mapping[str, str],
     methods: Mapping[str, str],
@@ -120,7 +120,7 @@ def metric_panels(
     against: str = "round",
 ) -> Figure:
     """One panel per metric (its column and title): means and intervals of every method."""
-    drawn = looks(methods)
+    drawn = choose_looks(methods)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.2 * len(metrics) + 1.4, 3.9), layout="constrained")
         grid = np.ravel(figure.subplots(1, len(metrics)))
@@ -134,7 +134,7 @@ def metric_panels(
     return figure
 
 
-def lines_over(
+def draw_lines_over(
     table: Any,
     across: str,
     metrics: Mapping[str, str],
@@ -151,7 +151,7 @@ def lines_over(
     """
     counts = table.groupby("method", sort=False).size()
     several = [str(method) for method in counts.index[counts > 1]]
-    drawn = looks({method: method for method in several})
+    drawn = choose_looks({method: method for method in several})
     with matplotlib.rc_context(STYLE):
         columns = min(len(metrics), WIDEST)
         rows = math.ceil(len(metrics) / columns)
@@ -163,7 +163,7 @@ def lines_over(
             for method, look in drawn.items():
                 own = table[table.method == method].sort_values(across)
                 n = own["seeds"].to_numpy(float)
-                reach = statistics.half_width(own[f"{metric}, std"].to_numpy(float) * np.sqrt((n - 1) / n), n)
+                reach = statistics.compute_half_width(own[f"{metric}, std"].to_numpy(float) * np.sqrt((n - 1) / n), n)
                 axes.errorbar(
                     own[across],
                     own[metric],
@@ -188,7 +188,7 @@ def lines_over(
     return figure
 
 
-def verdicts(judged: Sequence[Judged]) -> Figure:
+def draw_verdicts(judged: Sequence[Judged]) -> Figure:
     """A panel per claim, a line per case: the paired difference with its interval, coloured by the verdict; shaded
     where the claim says that it lies, and the paper's figure as a ring."""
     told = [one for one in judged if one.cases]
@@ -233,15 +233,15 @@ def _draw_claim(axes: Any, one: Judged) -> None:
     axes.set_title(text, fontsize=9, loc="left", fontweight="bold")
 
 
-def _note(figure: Figure, text: str) -> None:
+def _write_note(figure: Figure, text: str) -> None:
     figure.supxlabel(text, x=0.01, ha="left", fontsize=8, color=MUTED)
 
 
 def _draw_curve(
     axes: Any, history: pd.DataFrame, method: str, metric: str, look: Look, *, against: str = "round"
 ) -> None:
-    curve = statistics.curve(history, method, metric)
+    curve = statistics.average_curve(history, method, metric)
     x, mean, std, n = (curve[column].to_numpy(float) for column in (against, "mean", "std", "n"))
-    reach = statistics.half_width(std, n)
+    reach = statistics.compute_half_width(std, n)
     axes.plot(x, mean, color=look.colour, linewidth=2, label=look.title, dashes=look.dash)
     axes.fill_between(x, mean - reach, mean + reach, color=look.colour, alpha=0.16, linewidth=0)

@@ -12,8 +12,8 @@ import pandas as pd
 
 from nestfed.experiments import EXPERIMENTS, find
 from nestfed.experiments.claims import HOLDS, REFUTED, UNDECIDED
-from nestfed.report.statistics import rows
-from nestfed.report.tables import markdown
+from nestfed.report.statistics import select_rows
+from nestfed.report.tables import format_markdown
 
 PAPERS = {
     "FedBiO": "Local stochastic bilevel optimization with momentum-based variance reduction",
@@ -43,7 +43,7 @@ def read_claims(folder: Path) -> pd.DataFrame:
 def write_tables(folder: Path, link: str) -> str:
     """A table per paper, and one of the claims that are ours; `link` leads from an experiment's name to its page."""
     cases = read_claims(folder)
-    verdicts = rows(cases, whose="paper", telling=True)["verdict of the claim"].tolist()
+    verdicts = select_rows(cases, whose="paper", telling=True)["verdict of the claim"].tolist()
     said = [
         f"Of {len(verdicts)} claims of four papers {verdicts.count(HOLDS)} hold here, {verdicts.count(REFUTED)} are "
         f"refuted, and {verdicts.count(UNDECIDED)} are undecided: the seeds or the length of our trainings do not "
@@ -52,26 +52,28 @@ def write_tables(folder: Path, link: str) -> str:
     ]
     for paper, title in PAPERS.items():
         said.append(f"## {title}")
-        said.append(_table(rows(cases, whose="paper", paper=paper), link))
+        said.append(_format_table(select_rows(cases, whose="paper", paper=paper), link))
     said.append("## Claims of ours")
     said.append("Added to the papers': variants, contrasts, other readings.")
-    said.append(_table(rows(cases, whose="ours"), link))
+    said.append(_format_table(select_rows(cases, whose="ours"), link))
     return "\n\n".join(said)
 
 
-def _table(cases: pd.DataFrame, link: str) -> str:
+def _format_table(cases: pd.DataFrame, link: str) -> str:
     lines = []
     for _, own in cases.groupby(["experiment", "claim"], sort=False):
-        shown: Any = rows(own, telling=True).iloc[0]
+        shown: Any = select_rows(own, telling=True).iloc[0]
         experiment = shown["experiment"]
         counts = own["verdict"].value_counts()
         lines.append(
             {
                 "claim": f"{shown['text']} ({shown['compared']}: {shown['says']})",
                 "case shown": shown["case"],
-                "the paper's": _number(shown["published"]),
-                "ours": _number(shown["difference"]),
-                "interval": f"{_number(shown['low'])} to {_number(shown['high'])}" if shown["pairs"] > 1 else "exact",
+                "the paper's": _format_number(shown["published"]),
+                "ours": _format_number(shown["difference"]),
+                "interval": f"{_format_number(shown['low'])} to {_format_number(shown['high'])}"
+                if shown["pairs"] > 1
+                else "exact",
                 "n": int(shown["pairs"]),
                 "verdict": shown["verdict of the claim"],
                 "cases": ", ".join(f"{counts[v]} {v}" for v in (HOLDS, REFUTED, UNDECIDED) if v in counts),
@@ -80,11 +82,11 @@ def _table(cases: pd.DataFrame, link: str) -> str:
         )
     table = pd.DataFrame(lines)
     ends = ["page", "---", *table.pop("page")]  # links are no words to be escaped
-    shown = markdown(table, names=WORDS).splitlines()
+    shown = format_markdown(table, names=WORDS).splitlines()
     return "\n".join(f"{line} {end} |" for line, end in zip(shown, ends, strict=True))
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:+.3g}".replace("-", "−") if math.isfinite(value) else "none"
 
 

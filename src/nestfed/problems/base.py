@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from nestfed.core.algorithm import Fed
 from nestfed.core.rows import ClientRows, Layout, Rows
-from nestfed.core.settings import UserError, check_registered, first_line, static, struct
+from nestfed.core.settings import UserError, check_registered, static, struct, summarise_error
 from nestfed.core.types import Array, PyTree
 
 Functions = Iterable[tuple[str, int | None, Callable]]  # (name, axes of the result or None, batch -> result)
@@ -115,7 +115,7 @@ class Problem:
         try:
             batch = jax.eval_shape(lambda: task.sample(data, key))
         except Exception as error:
-            raise UserError(f"{type(self).__name__}: drawing a batch failed: {first_line(error)}") from error
+            raise UserError(f"{type(self).__name__}: drawing a batch failed: {summarise_error(error)}") from error
         for name, expected, call in self.functions(task.params, key):
             try:
                 result = jax.eval_shape(call, batch)
@@ -143,7 +143,7 @@ class Problem:
         if isinstance(error, TypeError) and "positional argument" in str(error):
             declared = inspect.signature(getattr(self.problem_class(), name))
             arguments = ", ".join(list(declared.parameters)[1:])
-            return f"is called as {name}({arguments}): {first_line(error)}."
+            return f"is called as {name}({arguments}): {summarise_error(error)}."
         if isinstance(error, jax.errors.TracerBoolConversionError):
             return (
                 "decides by a Python `if` (or `and`, `or`, `while`) on a number that is known only when the program "
@@ -157,7 +157,6 @@ class Problem:
         shapes = jax.tree.map(lambda a: a.shape, batch)
         met = f"a batch of shapes {shapes} and parameters of shapes {[layout.shapes for layout in self.layouts]}"
         if isinstance(error, (TypeError, ValueError, LookupError)):
-            return (
-                f"failed on {met}: {first_line(error)}. Do the starting point and the columns of the data fit together?"
-            )
-        return f"failed on {met}: {type(error).__name__}: {first_line(error)}."
+            said = summarise_error(error)
+            return f"failed on {met}: {said}. Do the starting point and the columns of the data fit together?"
+        return f"failed on {met}: {type(error).__name__}: {summarise_error(error)}."

@@ -24,7 +24,9 @@ Points = Sequence[tuple[Array, Array]]
 Draw = Callable[[Any], Sample]
 
 
-def _hypergradients(problem: Bilevel, points: Points, upper: Sample, mixed: Sample, inverse_vector) -> list[Array]:
+def _estimate_hypergradients(
+    problem: Bilevel, points: Points, upper: Sample, mixed: Sample, inverse_vector
+) -> list[Array]:
     """Return df/dx - (d2g/dxdy) z at each point, where inverse_vector(df/dy of all the points) gives the z."""
     gradients = [problem.grad_upper(x, y, upper) for x, y in points]
     solutions = inverse_vector([fy for _, fy in gradients])
@@ -59,9 +61,9 @@ class Dense(Hypergradient):
         return 3
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
-        upper, mixed, hessian = _batches(draw, self.share_batch)
+        upper, mixed, hessian = _draw_batches(draw, self.share_batch)
         solve = lambda vs: [problem.hessian_solve(x, y, hessian, v) for (x, y), v in zip(points, vs, strict=True)]
-        return _hypergradients(problem, points, upper, mixed, solve)
+        return _estimate_hypergradients(problem, points, upper, mixed, solve)
 
 
 @struct
@@ -76,18 +78,18 @@ class ConjugateGradient(Hypergradient):
         return 3
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
-        upper, mixed, hessian = _batches(draw, self.share_batch)
+        upper, mixed, hessian = _draw_batches(draw, self.share_batch)
 
         def solve(vs):
             return [
-                conjugate_gradient(lambda p: problem.hessian_vector(x, y, hessian, p), v, self.steps)
+                solve_by_conjugate_gradient(lambda p: problem.hessian_vector(x, y, hessian, p), v, self.steps)
                 for (x, y), v in zip(points, vs, strict=True)
             ]
 
-        return _hypergradients(problem, points, upper, mixed, solve)
+        return _estimate_hypergradients(problem, points, upper, mixed, solve)
 
 
-def conjugate_gradient(product: Callable[[Array], Array], b: Array, steps: int) -> Array:
+def solve_by_conjugate_gradient(product: Callable[[Array], Array], b: Array, steps: int) -> Array:
     """Solve product(z) = b from z = 0 in a fixed number of steps, whose cost is static, unlike that of a tolerance."""
 
     def step(_, carry):
@@ -120,7 +122,7 @@ class Neumann(Hypergradient):
         return max(3, 2 + self.terms)
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
-        upper, mixed, _ = _batches(draw, self.share_batch)
+        upper, mixed, _ = _draw_batches(draw, self.share_batch)
 
         def series(vs):
             def factor(j, carry):
@@ -134,7 +136,7 @@ class Neumann(Hypergradient):
 
             return [self.lr * s for s in lax.fori_loop(0, self.terms, factor, (vs, vs))[1]]
 
-        return _hypergradients(problem, points, upper, mixed, series)
+        return _estimate_hypergradients(problem, points, upper, mixed, series)
 
 
 _LENGTH_KEY = 2**31 - 2  # far from any number that a user's function may fold in
@@ -155,7 +157,7 @@ class RandomTruncation(Hypergradient):
         return max(3, 1 + self.terms)
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
-        upper, mixed, _ = _batches(draw, False)
+        upper, mixed, _ = _draw_batches(draw, False)
         last = randint(fold_in(upper.key, _LENGTH_KEY), (), 0, self.terms)
 
         def chain(vs):
@@ -168,7 +170,7 @@ class RandomTruncation(Hypergradient):
 
             return [self.terms * self.lr * v for v in lax.fori_loop(1, self.terms, factor, vs)]
 
-        return _hypergradients(problem, points, upper, mixed, chain)
+        return _estimate_hypergradients(problem, points, upper, mixed, chain)
 
 
 @struct
@@ -183,7 +185,7 @@ class LinearSystem(Hypergradient):
         return 2 + self.steps
 
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
-        upper, mixed, _ = _batches(draw, False)
+        upper, mixed, _ = _draw_batches(draw, False)
 
         def solve(vs):
             def step(j, zs):
@@ -195,10 +197,10 @@ class LinearSystem(Hypergradient):
 
             return lax.fori_loop(0, self.steps, step, [jnp.zeros_like(v) for v in vs])
 
-        return _hypergradients(problem, points, upper, mixed, solve)
+        return _estimate_hypergradients(problem, points, upper, mixed, solve)
 
 
-def _batches(draw: Draw, share: bool) -> tuple[Sample, Sample, Sample]:
+def _draw_batches(draw: Draw, share: bool) -> tuple[Sample, Sample, Sample]:
     """Return batches of the upper gradient, of the mixed derivative and (first) of the Hessian."""
     upper = draw(1)
     return (upper, upper, upper) if share else (upper, draw(2), draw(3))

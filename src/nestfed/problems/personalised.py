@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from nestfed.core.algorithm import Sample
-from nestfed.core.settings import UserError, first_line, setting, struct
+from nestfed.core.settings import UserError, setting, struct, summarise_error
 from nestfed.core.types import Array, PyTree
 from nestfed.problems.base import Functions, Problem, oracle
 
@@ -55,7 +55,7 @@ class Personalised(Problem):
             raise
         except Exception as error:
             raise UserError(
-                f"{type(self).__name__}.split must return (extractor, head) of the parameters: {first_line(error)}"
+                f"{type(self).__name__}.split must return (extractor, head) of the parameters: {summarise_error(error)}"
             ) from error
         return super().bind((u, v))
 
@@ -87,9 +87,9 @@ class Personalised(Problem):
         """Return H on a batch; with weights (of `ClientRows.pass_over`) it is the batch's part of H on all rows."""
         inputs, _ = sample.batch
         ours, common = (self.features(self.tree(0, vector), inputs, sample.key) for vector in (u, center))
-        return self._apart(ours, common, weights)
+        return self._measure_gap(ours, common, weights)
 
-    def _apart(self, ours: Array, common: Array, weights: Array | None = None) -> Array:
+    def _measure_gap(self, ours: Array, common: Array, weights: Array | None = None) -> Array:
         """Return H of two representations of a batch."""
         if weights is None:
             return self.reg(ours, common) * (len(ours) if self.reduction == "sum" else 1)
@@ -119,7 +119,7 @@ class Personalised(Problem):
     def grad_coupled(self, u, v, center, coupling, sample: Sample):
         """Return d/du of loss + (coupling / 2) H, from one reverse pass."""
         common = self.features(self.tree(0, center), sample.batch[0], sample.key)
-        pull = lambda z, labels: coupling / 2 * self._apart(z, common)
+        pull = lambda z, labels: coupling / 2 * self._measure_gap(z, common)
         return jax.grad(self.local_loss)(u, v, sample, pull)
 
     @oracle("GRAD")

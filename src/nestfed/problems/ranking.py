@@ -68,7 +68,7 @@ class AveragePrecision(Conditional):
     weight_decay: float = setting(_DECAY, default=0.0, at_least=0)
 
     def sample(self, data, key, size):
-        positives, negatives = _halves(data)
+        positives, negatives = _split_halves(data)
         # Rows know their number in the pool, for methods that remember something of every positive.
         numbered = dataclasses.replace(
             positives, columns=(data.columns, jnp.arange(jax.tree.leaves(data.columns)[0].shape[0]))
@@ -104,7 +104,7 @@ class AveragePrecision(Conditional):
     def plug_in(self, x, sample: Sample):
         values = self.outer(self.inner_values(x, sample))
         # Without positives or without negatives the values are constant; rounding must not make them a direction.
-        mean = jnp.mean(jnp.where(_rankable(sample.batch), values, lax.stop_gradient(values)))
+        mean = jnp.mean(jnp.where(_is_rankable(sample.batch), values, lax.stop_gradient(values)))
         return mean + self.regulariser(self.tree(0, x))
 
     @oracle("VJP")
@@ -115,7 +115,7 @@ class AveragePrecision(Conditional):
     def composed_gradient(self, x, pull, ys, sample: Sample):
         """Return mean_i J_i^T grad f(y_i) plus grad regulariser, on the batch of `_, pull = inner_vjp(x, sample)`."""
         slope = jax.grad(lambda y: jnp.mean(self.outer(y)))(ys)
-        (gradient,) = pull(jnp.where(_rankable(sample.batch), slope, 0))
+        (gradient,) = pull(jnp.where(_is_rankable(sample.batch), slope, 0))
         return gradient + self.weight_decay * x
 
     def outer_rows(self, sample: Sample) -> tuple[Array, int]:
@@ -228,7 +228,7 @@ def find_precisions(
     return jnp.where(some, total / as_float(jnp.maximum(number, 1)), jnp.nan), jnp.where(some, best, jnp.nan)
 
 
-def _halves(data: ClientRows) -> tuple[ClientRows, ClientRows]:
+def _split_halves(data: ClientRows) -> tuple[ClientRows, ClientRows]:
     """Return (positives, negatives) of a client, or all its rows where there are none: a draw is always its own."""
     positives = data.constants["positives"].astype(data.size.dtype)
     negatives = data.size - positives
@@ -239,7 +239,7 @@ def _halves(data: ClientRows) -> tuple[ClientRows, ClientRows]:
     return view(data.offset + negatives, positives), view(data.offset, negatives)
 
 
-def _rankable(batch: RankingBatch) -> Array:
+def _is_rankable(batch: RankingBatch) -> Array:
     return batch.positive.any() & ~batch.positive.all()
 
 

@@ -38,14 +38,14 @@ class Batch(NamedTuple):
 
 
 def chi_square(losses: Array, price: ArrayLike, weights: Array | None = None) -> Array:
-    batch = _batch(losses, weights)
+    batch = _make_batch(losses, weights)
     paid = lambda level: batch.nominal * jnp.maximum(batch.losses - level, 0) / price
-    level = _falls_to_zero(lambda level: paid(level).sum() - 1, batch.mean - price, batch.highest)
-    return _response(batch, paid(level))
+    level = _find_root(lambda level: paid(level).sum() - 1, batch.mean - price, batch.highest)
+    return _respond(batch, paid(level))
 
 
 def chi_square_ball(losses: Array, radius: ArrayLike, weights: Array | None = None) -> Array:
-    batch = _batch(losses, weights)
+    batch = _make_batch(losses, weights)
     excess = lambda level: jnp.maximum(batch.losses - level, 0)
 
     def room(level):
@@ -55,14 +55,14 @@ def chi_square_ball(losses: Array, radius: ArrayLike, weights: Array | None = No
 
     variance = batch.nominal @ (batch.losses - batch.mean) ** 2
     start = jnp.minimum(batch.lowest, batch.mean - jnp.sqrt(variance / (2 * radius)))
-    level = _falls_to_zero(room, start, batch.highest)
+    level = _find_root(room, start, batch.highest)
     top = jnp.where(batch.losses == batch.highest, batch.nominal, 0)
     alone = 0.5 * (1 / top.sum() - 1) <= radius
-    return _response(batch, jnp.where(alone, top, batch.nominal * excess(level)))
+    return _respond(batch, jnp.where(alone, top, batch.nominal * excess(level)))
 
 
 def cvar(losses: Array, tail: ArrayLike, weights: Array | None = None) -> Array:
-    batch = _batch(losses, weights)
+    batch = _make_batch(losses, weights)
     largest_first = jnp.argsort(-batch.losses)
     full = jnp.cumsum(batch.nominal[largest_first]) / tail < 1
     edge = batch.losses[largest_first][jnp.minimum(full.sum(), full.size - 1)]
@@ -74,57 +74,57 @@ def cvar(losses: Array, tail: ArrayLike, weights: Array | None = None) -> Array:
 
 
 def kl(losses: Array, price: ArrayLike, weights: Array | None = None) -> Array:
-    batch = _batch(losses, weights)
+    batch = _make_batch(losses, weights)
     raw = batch.nominal * jnp.exp((batch.losses - batch.highest) / price)
     return raw / raw.sum()
 
 
 def kl_cvar(losses: Array, price: ArrayLike, tail: ArrayLike, weights: Array | None = None) -> Array:
-    batch = _batch(losses, weights)
+    batch = _make_batch(losses, weights)
     cap = -jnp.log(jnp.asarray(tail, batch.losses.dtype))
     taken = lambda level: batch.nominal * jnp.exp(jnp.minimum((batch.losses - level) / price, cap))
     # Below the start every row is at its cap, and the sum is 1 / tail.
-    level = _falls_to_zero(lambda level: taken(level).sum() - 1, batch.lowest - price * cap, batch.highest)
-    return _response(batch, taken(level))
+    level = _find_root(lambda level: taken(level).sum() - 1, batch.lowest - price * cap, batch.highest)
+    return _respond(batch, taken(level))
 
 
 def effective_sample_size(p: Array, weights: Array | None = None) -> Array:
     """Return 1 / (n sum p_i^2), 1 for uniform p: this share of rows, if they counted alike, gives as noisy a mean."""
-    nominal = _nominal(p, weights)
+    nominal = _make_nominal(p, weights)
     return 1 / jnp.sum(jnp.where(nominal > 0, p**2 / jnp.where(nominal > 0, nominal, 1), 0))
 
 
 def negative_share(losses: Array, price: ArrayLike, weights: Array | None = None) -> Array:
     """Return the share of rows to which 1/n + (l_i - mean l) / (price n) gives a negative weight: where it is not zero,
     mean + Var / (2 price) is larger than the value of `chi_square`."""
-    batch = _batch(losses, weights)
+    batch = _make_batch(losses, weights)
     return jnp.sum(jnp.where(batch.losses < batch.mean - price, batch.nominal, 0))
 
 
 # ------------------------------------------------------------------------------------------------- parts
 
 
-def _nominal(like: Array, weights: Array | None) -> Array:
+def _make_nominal(like: Array, weights: Array | None) -> Array:
     if weights is None:
         return jnp.full_like(like, 1 / like.size)
     weights = jnp.asarray(weights, like.dtype)
     return weights / weights.sum()
 
 
-def _batch(losses: Array, weights: Array | None) -> Batch:
+def _make_batch(losses: Array, weights: Array | None) -> Batch:
     losses = jnp.asarray(losses)
-    nominal = _nominal(losses, weights)
+    nominal = _make_nominal(losses, weights)
     lowest = jnp.min(jnp.where(nominal > 0, losses, jnp.inf))
     losses = jnp.where(nominal > 0, losses, lowest)
     return Batch(losses, nominal, lowest, jnp.max(losses))
 
 
-def _response(batch: Batch, raw: Array) -> Array:
+def _respond(batch: Batch, raw: Array) -> Array:
     alike = batch.highest - batch.lowest <= ALIKE * jnp.abs(batch.highest)
     return jnp.where(alike, batch.nominal, raw / raw.sum())
 
 
-def _falls_to_zero(function: Callable[[Array], Array], low: Array, high: Array) -> Array:
+def _find_root(function: Callable[[Array], Array], low: Array, high: Array) -> Array:
     """Find from below where a falling function, not negative at `low` and not positive at `high`, is zero."""
 
     def halve(_, ends):

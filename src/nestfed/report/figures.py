@@ -20,7 +20,7 @@ from nestfed.core.settings import UserError
 from nestfed.report import statistics
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record
-from nestfed.report.style import GROUP_COLOURS, Look, file_name, looks, title_of
+from nestfed.report.style import GROUP_COLOURS, Look, choose_looks, make_file_name, make_title
 
 INK, MUTED, FAINT, LINE = "#1D2329", "#5C6670", "#8C959F", "#E3E6E9"
 AXES = {
@@ -58,7 +58,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def curves(
+def draw_curves(
     history: pd.DataFrame,
     metric: str,
     against: str = "round",
@@ -72,18 +72,18 @@ def curves(
     if metric not in statistics.list_metrics(history):
         known = ", ".join(statistics.list_metrics(history)) or "none"
         raise UserError(f"the metric {metric!r} was not recorded over time; recorded are: {known}.")
-    methods = methods or looks({method: method for method in history["method"].unique()})
-    with _style():
-        figure, axes = _canvas(7.6, 4.3)
+    methods = methods or choose_looks({method: method for method in history["method"].unique()})
+    with _set_style():
+        figure, axes = _make_canvas(7.6, 4.3)
         several = False
         for method, look in methods.items():
-            curve = statistics.curve(history, method, metric)
+            curve = statistics.average_curve(history, method, metric)
             if curve.empty:
                 continue
             several |= max(curve["n"]) > 1
             _draw_curve(axes, curve, against, look)
         axes.set_xlabel(AXES[against])
-        axes.set_title(_capitalise(title or title_of(metric)))
+        axes.set_title(_capitalise(title or make_title(metric)))
         axes.margins(x=0.01)
         if against == "round":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
@@ -91,12 +91,12 @@ def curves(
             axes.xaxis.set_major_formatter(EngFormatter(unit="B" if against == "bytes" else "", sep="\N{THIN SPACE}"))
         figure.legend(loc="outside right upper", handlelength=1.6)
         text = "Mean over seeds; the band is one standard deviation." if several else "One seed."
-        _caption(figure, text)
+        _write_caption(figure, text)
     return figure
 
 
 def _draw_curve(axes: Any, curve: pd.DataFrame, against: str, look: Look) -> None:
-    label: str | None = _plain(look.title)
+    label: str | None = _escape(look.title)
     # A stage without the metric leaves a gap: no line is drawn over what was not measured.
     for _, piece in curve.groupby((curve["stage"].diff() > 1).cumsum()):
         x, mean, std = (piece[column].to_numpy(float) for column in (against, "mean", "std"))
@@ -114,10 +114,10 @@ def _draw_curve(axes: Any, curve: pd.DataFrame, against: str, look: Look) -> Non
         label = None
         if max(piece["n"]) > 1:
             axes.fill_between(x, mean - std, mean + std, color=look.colour, alpha=0.16, linewidth=0)
-    for begin, name in statistics.stage_changes(curve, against):
+    for begin, name in statistics.find_stage_changes(curve, against):
         axes.axvline(begin, color=look.colour, linewidth=1, linestyle=(0, (3, 3)), alpha=0.8)
         axes.annotate(
-            _plain(str(name)),
+            _escape(str(name)),
             (begin, 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, -2),
@@ -128,12 +128,12 @@ def _draw_curve(axes: Any, curve: pd.DataFrame, against: str, look: Look) -> Non
         )
 
 
-def slice_bars(record: Record, metric: str | None = None, *, kind: str = "group", split: str = "test") -> Figure:
+def draw_slice_bars(record: Record, metric: str | None = None, *, kind: str = "group", split: str = "test") -> Figure:
     """One bar per method for every group (or client), with a standard deviation over seeds; many slices as dots."""
-    table = statistics.slices(record)
-    table = statistics.rows(table, kind=kind, split=split)
+    table = statistics.average_slices(record)
+    table = statistics.select_rows(table, kind=kind, split=split)
     metric = metric or (str(table["metric"].iloc[0]) if len(table) else "metric")
-    table = statistics.rows(table, metric=metric)
+    table = statistics.select_rows(table, metric=metric)
     if table.empty:
         known = record.slices[["metric", "kind", "split"]].drop_duplicates().itertuples(index=False)
         raise UserError(
@@ -144,25 +144,25 @@ def slice_bars(record: Record, metric: str | None = None, *, kind: str = "group"
         table.pivot(index="slice", columns="method", values=value).reindex(table["slice"].unique())
         for value in ("mean", "std")
     )
-    several, drawn = max(table["n"]) > 1, looks_of(record)
+    several, drawn = max(table["n"]) > 1, find_looks(record)
     drawn = {method: look for method, look in drawn.items() if method in means}
-    with _style():
+    with _set_style():
         if len(means) > MANY:
-            figure = _slice_dots(means, drawn)
+            figure = _draw_slice_dots(means, drawn)
             text = f"One dot per {kind}, its mean over seeds; the stroke is the mean of all."
         else:
-            figure = _slice_bars(means, stds if several else None, drawn)
+            figure = _draw_slice_bars(means, stds if several else None, drawn)
             text = "Mean over seeds; the whisker is one standard deviation." if several else "One seed."
-        figure.axes[0].set_title(_capitalise(f"{metric_title(record, metric)} by {kind}, {split} rows"))
-        _caption(figure, text)
+        figure.axes[0].set_title(_capitalise(f"{make_metric_title(record, metric)} by {kind}, {split} rows"))
+        _write_caption(figure, text)
     return figure
 
 
-def _slice_bars(means: pd.DataFrame, stds: pd.DataFrame | None, drawn: dict[str, Look]) -> Figure:
-    names = [_plain(textwrap.fill(str(name), 14, break_long_words=False)) for name in means.index]
+def _draw_slice_bars(means: pd.DataFrame, stds: pd.DataFrame | None, drawn: dict[str, Look]) -> Figure:
+    names = [_escape(textwrap.fill(str(name), 14, break_long_words=False)) for name in means.index]
     longest = max(len(line) for name in names for line in name.split("\n"))
     wanted = 2.6 + len(names) * max(0.24 * len(drawn), 0.1 * longest)
-    figure, axes = _canvas(min(max(wanted, 6.4), 14), 4.0)
+    figure, axes = _make_canvas(min(max(wanted, 6.4), 14), 4.0)
     width = 0.8 / len(drawn)
     places = np.arange(len(means))
     for i, (method, look) in enumerate(drawn.items()):
@@ -173,7 +173,7 @@ def _slice_bars(means: pd.DataFrame, stds: pd.DataFrame | None, drawn: dict[str,
             0.9 * width,
             yerr=error,
             color=look.colour,
-            label=_plain(look.title),
+            label=_escape(look.title),
             hatch="///" if look.dash else None,
             edgecolor="white",
             linewidth=0,
@@ -186,14 +186,14 @@ def _slice_bars(means: pd.DataFrame, stds: pd.DataFrame | None, drawn: dict[str,
     return figure
 
 
-def _slice_dots(means: pd.DataFrame, drawn: dict[str, Look]) -> Figure:
-    figure, axes = _canvas(7.6, 1.4 + 0.55 * len(drawn))
+def _draw_slice_dots(means: pd.DataFrame, drawn: dict[str, Look]) -> Figure:
+    figure, axes = _make_canvas(7.6, 1.4 + 0.55 * len(drawn))
     jitter = 0.5 * (np.arange(len(means)) * 0.618034 % 1 - 0.5)  # even in every stretch, and the same every time
     for i, (method, look) in enumerate(drawn.items()):
         values = means[method].to_numpy(float)
         axes.scatter(values, i + jitter, s=14, color=look.colour, alpha=0.5, linewidths=0)
         axes.plot([np.nanmean(values)] * 2, [i - 0.34, i + 0.34], color=look.colour, linewidth=2.4)
-    axes.set_yticks(range(len(drawn)), [_plain(look.title) for look in drawn.values()])
+    axes.set_yticks(range(len(drawn)), [_escape(look.title) for look in drawn.values()])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.invert_yaxis()
     axes.grid(visible=True, axis="x")
@@ -201,7 +201,7 @@ def _slice_dots(means: pd.DataFrame, drawn: dict[str, Look]) -> Figure:
     return figure
 
 
-def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Figure:
+def draw_trade_off(record: Record, x: str | None = None, y: str | None = None) -> Figure:
     """Two metrics of the headline against each other (by default the second and the first), with error crosses."""
     metrics = {metric.name: metric for metric in record.metrics}
     names = list(metrics)
@@ -211,11 +211,11 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
     for name in (x, y):
         if name not in metrics:
             raise UserError(f"the metric {name!r} is not in the headline; there are: {', '.join(names)}.")
-    table, drawn = statistics.headline(record), looks_of(record)
-    with _style():
-        figure, axes = _canvas(6.4, 4.6)
+    table, drawn = statistics.make_headline(record), find_looks(record)
+    with _set_style():
+        figure, axes = _make_canvas(6.4, 4.6)
         for method, look in drawn.items():
-            across, up = (statistics.entry(table, method, metrics[name]) for name in (x, y))
+            across, up = (statistics.find_entry(table, method, metrics[name]) for name in (x, y))
             if not (across.n and up.n):
                 continue
             axes.errorbar(
@@ -230,7 +230,7 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
                 markeredgewidth=0,
             )
             axes.annotate(
-                _plain(look.title),
+                _escape(look.title),
                 (across.mean, up.mean),
                 xytext=(8, 6),
                 textcoords="offset points",
@@ -238,8 +238,8 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
                 fontweight="bold",
                 fontsize=9,
             )
-        axes.set_xlabel(_direction(metrics[x]))
-        axes.set_ylabel(_direction(metrics[y]))
+        axes.set_xlabel(_describe_direction(metrics[x]))
+        axes.set_ylabel(_describe_direction(metrics[y]))
         axes.set_title(_capitalise(f"{metrics[y].title} against {metrics[x].title}"))
         axes.grid(visible=True, axis="both")
         axes.margins(0.18)
@@ -256,53 +256,53 @@ def trade_off(record: Record, x: str | None = None, y: str | None = None) -> Fig
             style="italic",
             fontsize=9,
         )
-        _caption(figure, "Mean over seeds; the cross is one standard deviation.")
+        _write_caption(figure, "Mean over seeds; the cross is one standard deviation.")
     return figure
 
 
-def chart(record: Record) -> Figure:
+def draw_chart(record: Record) -> Figure:
     """The lines of the task's chart, a panel for every slice; mean and band over seeds."""
     about = record.chart
     if about is None:
         raise UserError(f"the task {record.about['task']} draws no lines of its models.")
-    table, drawn = statistics.lines(record), looks_of(record)
+    table, drawn = statistics.average_lines(record), find_looks(record)
     names = list(table["slice"].unique())
     columns = min(len(names), 3)
     stroke = lambda look: (0, look.dash) if look.dash else "-"
-    with _style():
+    with _set_style():
         down = -(-len(names) // columns)
         figure = Figure(figsize=(max(5.2, 3.4 * columns), 1.0 + 2.75 * down), layout="constrained")
         panels = figure.subplots(down, columns, sharex=True, sharey=True, squeeze=False)
         for axes, name in zip(panels.flat, names, strict=False):
             for method, look in drawn.items():
-                line = statistics.rows(table, method=method, slice=name)
+                line = statistics.select_rows(table, method=method, slice=name)
                 x, mean, std = (line[column].to_numpy(float) for column in ("x", "mean", "std"))
                 axes.plot(x, mean, color=look.colour, linestyle=stroke(look), linewidth=1.8)
                 axes.fill_between(x, mean - std, mean + std, color=look.colour, alpha=0.14, linewidth=0)
-            axes.set_title(_plain(textwrap.shorten(str(name), 34)), fontsize=10, pad=6)
+            axes.set_title(_escape(textwrap.shorten(str(name), 34)), fontsize=10, pad=6)
             axes.set(xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
         for axes in panels.flat[len(names) :]:
             axes.set_visible(False)
         for axes in panels[-1]:
-            axes.set_xlabel(_plain(about.x))
+            axes.set_xlabel(_escape(about.x))
         for axes in panels[:, 0]:
-            axes.set_ylabel(_plain(about.y))
+            axes.set_ylabel(_escape(about.y))
         figure.legend(
             [Line2D([], [], color=look.colour, linestyle=stroke(look)) for look in drawn.values()],
-            [_plain(look.title) for look in drawn.values()],
+            [_escape(look.title) for look in drawn.values()],
             loc="outside right upper",
         )
         figure.suptitle(_capitalise(about.title), x=0.01, ha="left", fontsize=12, fontweight="bold")
         several = len(record.about["seeds"]) > 1
         spread = "Mean over seeds; the band is one standard deviation. " if several else "One seed. "
-        _caption(figure, _plain(spread + about.caption))
+        _write_caption(figure, _escape(spread + about.caption))
     return figure
 
 
 def draw_candidates(record: Record) -> Figure:
     """Accuracy against gap of the models among which methods chose, on validation rows (they decide) and test rows."""
     table, limit = record.candidates, record.settings.get("limit")
-    with _style():
+    with _set_style():
         figure = Figure(figsize=(9.2, 4.2), layout="constrained")
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
         for axes, part in zip(panels, ("validation", "test"), strict=True):
@@ -424,28 +424,28 @@ def _draw_map(rows: np.ndarray, rates: list[np.ndarray], clients: Sequence[str],
 
 
 def _shorten(name: str) -> str:
-    return _plain(name if len(name) <= 28 else name[:27] + "…")
+    return _escape(name if len(name) <= 28 else name[:27] + "…")
 
 
 def write_all(record: Record, folder: Path) -> list[Path]:
     """The figures that a paper or a talk would take, as PNG and SVG; the page can show all the others."""
     made: dict[str, Figure] = {}
-    history, drawn = statistics.sound_history(record), looks_of(record)
+    history, drawn = statistics.select_sound_history(record), find_looks(record)
     known = statistics.list_metrics(history)
     telling = [name for name in (m.name for m in record.metrics) if name in known]
     chosen = [name for name in (record.about.get("select"),) if name in known and name not in telling]
     for metric in (*telling, *chosen):
         for against in AXES if metric in telling[:2] else ("round",):
-            name = file_name("curves", metric, against)
-            made[name] = curves(history, metric, against, title=metric_title(record, metric), methods=drawn)
-    table = statistics.rows(statistics.slices(record), split="test")
+            name = make_file_name("curves", metric, against)
+            made[name] = draw_curves(history, metric, against, title=make_metric_title(record, metric), methods=drawn)
+    table = statistics.select_rows(statistics.average_slices(record), split="test")
     for metric in table["metric"].unique()[:3]:
-        for kind in statistics.rows(table, metric=metric)["kind"].unique():
-            made[file_name("bars", metric, kind)] = slice_bars(record, metric, kind=kind)
+        for kind in statistics.select_rows(table, metric=metric)["kind"].unique():
+            made[make_file_name("bars", metric, kind)] = draw_slice_bars(record, metric, kind=kind)
     if len(record.metrics) > 1 and len(statistics.select_finished(record)):
-        made["trade-off"] = trade_off(record)
+        made["trade-off"] = draw_trade_off(record)
     if record.chart is not None:
-        made[record.chart.name] = chart(record)
+        made[record.chart.name] = draw_chart(record)
     if len(record.candidates):
         made["candidates"] = draw_candidates(record)
     if len(record.holdings):
@@ -456,7 +456,7 @@ def write_all(record: Record, folder: Path) -> list[Path]:
 def write(figure: Figure, folder: Path, stem: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.png", folder / f"{stem}.svg"]
-    with _style():
+    with _set_style():
         # Once for both files: laying out takes as long as drawing, and with an engine every file is drawn twice.
         if (layout := figure.get_layout_engine()) is not None:
             layout.execute(figure)
@@ -466,16 +466,16 @@ def write(figure: Figure, folder: Path, stem: str) -> list[Path]:
     return paths
 
 
-def looks_of(record: Record) -> dict[str, Look]:
-    return looks(record.about["methods"], statistics.baseline_of(record))
+def find_looks(record: Record) -> dict[str, Look]:
+    return choose_looks(record.about["methods"], statistics.find_baseline(record))
 
 
-def metric_title(record: Record, name: str) -> str:
-    return next((metric.title for metric in record.metrics if metric.name == name), title_of(name))
+def make_metric_title(record: Record, name: str) -> str:
+    return next((metric.title for metric in record.metrics if metric.name == name), make_title(name))
 
 
 @contextlib.contextmanager
-def _style() -> Iterator[None]:
+def _set_style() -> Iterator[None]:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # Names of groups may have letters that the font lacks; a box in the figure is no reason to alarm anybody.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
@@ -483,23 +483,23 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _canvas(width: float, height: float) -> tuple[Figure, Any]:
+def _make_canvas(width: float, height: float) -> tuple[Figure, Any]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
 
 
-def _caption(figure: Figure, text: str) -> None:
+def _write_caption(figure: Figure, text: str) -> None:
     figure.supxlabel(text, x=0.01, ha="left", fontsize=8, color=MUTED)
 
 
-def _direction(metric: Metric) -> str:
-    return _plain(f"{metric.title} ({metric.better} is better)")
+def _describe_direction(metric: Metric) -> str:
+    return _escape(f"{metric.title} ({metric.better} is better)")
 
 
 def _capitalise(text: str) -> str:
-    return _plain(text[:1].upper() + text[1:])
+    return _escape(text[:1].upper() + text[1:])
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     """Text in which a dollar is a dollar, not the beginning of a formula."""
     return text.replace("$", r"\$")

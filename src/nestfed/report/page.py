@@ -19,10 +19,10 @@ import tomli_w
 from markupsafe import Markup
 
 from nestfed.report import statistics, tables
-from nestfed.report.figures import AXES, draw_candidates, looks_of, metric_title
+from nestfed.report.figures import AXES, draw_candidates, find_looks, make_metric_title
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record
-from nestfed.report.style import GROUP_COLOURS, duration, numbers, spread, title_of
+from nestfed.report.style import GROUP_COLOURS, format_duration, format_numbers, format_spread, make_title
 
 POINTS = 400  # of a line, at most
 NUMBERS = 60_000  # of all lines, at most: a page stays below a megabyte
@@ -44,44 +44,44 @@ def render(record: Record) -> str:
         undefined=jinja2.StrictUndefined,
     )
     here = Path(__file__).parent
-    table = statistics.headline(record)
+    table = statistics.make_headline(record)
     return environment.get_template("page.html.jinja").render(
         css=Markup((here / "page.css").read_text(encoding="utf-8")),
         script=Markup((here / "page.js").read_text(encoding="utf-8")),
-        data=Markup(embed(_numbers(record, table))),
+        data=Markup(embed(_collect_numbers(record, table))),
         about=record.about,
         title=record.about.get("title") or record.about["name"],
-        sentence=sentence(record, table),
-        facts=_facts(record),
-        methods=looks_of(record),
+        sentence=write_sentence(record, table),
+        facts=_list_facts(record),
+        methods=find_looks(record),
         metrics=record.metrics,
-        baseline=statistics.baseline_of(record),
-        rows=_headline_rows(record, table),
+        baseline=statistics.find_baseline(record),
+        rows=_make_headline_rows(record, table),
         gains=statistics.find_gains(record),
-        undrawn=_undrawn(record),
-        chart=_chart(record),
-        candidates=_candidates(record),
-        slice_tables={kind: tables.slices(record, kind)[1] for kind in record.slices["kind"].unique()},
-        holdings=_holdings(record.holdings),
-        cost=tables.cost(record)[1] if record.cost else None,
+        undrawn=_list_undrawn(record),
+        chart=_collect_chart(record),
+        candidates=_collect_candidates(record),
+        slice_tables={kind: tables.tabulate_slices(record, kind)[1] for kind in record.slices["kind"].unique()},
+        holdings=_collect_holdings(record.holdings),
+        cost=tables.tabulate_cost(record)[1] if record.cost else None,
         settings=tomli_w.dumps(record.settings),
-        details=_details(record),
+        details=_list_details(record),
     )
 
 
 def embed(value: Any) -> str:
     """JSON that may stand in a script element of a page: nothing in it can end the element, and NaN is null."""
-    text = json.dumps(_nulls(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(_replace_by_nulls(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _nulls(value: Any) -> Any:
+def _replace_by_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _nulls(entry) for key, entry in value.items()}
+        return {str(key): _replace_by_nulls(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_nulls(entry) for entry in value]
+        return [_replace_by_nulls(entry) for entry in value]
     if isinstance(value, (float, np.floating)):
         value = float(f"{value:.5g}")
         return None if not math.isfinite(value) else int(value) if value.is_integer() and abs(value) < 1e15 else value
@@ -91,33 +91,33 @@ def _nulls(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- words
 
 
-def sentence(record: Record, table: pd.DataFrame) -> str:
+def write_sentence(record: Record, table: pd.DataFrame) -> str:
     """The result in one sentence: who is best in the first metric, and how clearly it differs from the baseline."""
-    metric, baseline = record.metrics[0], statistics.baseline_of(record)
-    winner = statistics.best(table, metric)
+    metric, baseline = record.metrics[0], statistics.find_baseline(record)
+    winner = statistics.find_best(table, metric)
     if winner is None:
         return f"No run finished with a {metric.title}: there is nothing to compare."
-    own = statistics.entry(table, winner, metric)
+    own = statistics.find_entry(table, winner, metric)
     seeds = "with one seed" if own.n == 1 else f"over {own.n} seeds"
-    first = f"has the best {metric.title}: {spread(own.mean, own.std, own.n, metric.digits)} {seeds}"
+    first = f"has the best {metric.title}: {format_spread(own.mean, own.std, own.n, metric.digits)} {seeds}"
     if baseline is None:
         return f"{record.title(winner)} {first}."
     if winner != baseline:
-        second = _against(f"the baseline {record.title(baseline)}", own.paired, metric)
+        second = _describe_gap(f"the baseline {record.title(baseline)}", own.paired, metric)
         return f"{record.title(winner)} {first}{second}."
     others = [method for method in record.methods if method != baseline]
-    nearest = statistics.best(table.loc[others], metric) if others else None
+    nearest = statistics.find_best(table.loc[others], metric) if others else None
     if nearest is None:
         return f"{record.title(winner)} {first}."
-    second = _against("it", statistics.entry(table, nearest, metric).paired, metric)
+    second = _describe_gap("it", statistics.find_entry(table, nearest, metric).paired, metric)
     return f"The baseline {record.title(winner)} {first}; next is {record.title(nearest)}{second}."
 
 
-def _against(name: str, difference: statistics.Paired, metric: Metric) -> str:
+def _describe_gap(name: str, difference: statistics.Paired, metric: Metric) -> str:
     """How far above or below the baseline, called by this name."""
     if difference.n == 0:
         return f", without a seed in common with {name}"
-    size, low, high = numbers([abs(difference.mean), difference.low, difference.high], metric.digits)
+    size, low, high = format_numbers([abs(difference.mean), difference.low, difference.high], metric.digits)
     position = f"{size} {'above' if difference.mean > 0 else 'below'} {name}"
     if difference.n == 1:
         return f", {position} (one common seed: no interval)"
@@ -125,7 +125,7 @@ def _against(name: str, difference: statistics.Paired, metric: Metric) -> str:
     return f", {position} ({interval})" if difference.clear else f", no clear difference to {name} ({interval})"
 
 
-def _facts(record: Record) -> list[tuple[str, str]]:
+def _list_facts(record: Record) -> list[tuple[str, str]]:
     about = record.about
     rounds = max(record.history["round"], default=0)
     clients = len(set(record.holdings["client"]))
@@ -135,32 +135,32 @@ def _facts(record: Record) -> list[tuple[str, str]]:
         ("seeds", str(len(about["seeds"]))),
         ("clients", str(clients) if clients else ""),
         ("rounds", f"{rounds:,}"),
-        ("wall time", duration(about["seconds"])),
-        ("privacy", _spent(about.get("privacy", {}))),
+        ("wall time", format_duration(about["seconds"])),
+        ("privacy", _describe_spending(about.get("privacy", {}))),
     ]
     return [(name, value) for name, value in facts if value]
 
 
-def _spent(privacy: dict[str, Any]) -> str:
+def _describe_spending(privacy: dict[str, Any]) -> str:
     """The most that any method has spent."""
     most = max(privacy.values(), key=lambda spent: spent["epsilon"], default=None)
     return f"epsilon {most['epsilon']:.3g}, delta {most['delta']:g}" if most else ""
 
 
-def _details(record: Record) -> dict[str, dict[str, str]]:
+def _list_details(record: Record) -> dict[str, dict[str, str]]:
     """What else is known about the run: everything in `about` that no other section shows."""
-    run = {TITLES.get(key, title_of(key)): value for key, value in record.about.items() if key not in SHOWN_ELSEWHERE}
-    texts = {name: _words(name, value) for name, value in run.items()}
+    run = {TITLES.get(key, make_title(key)): value for key, value in record.about.items() if key not in SHOWN_ELSEWHERE}
+    texts = {name: _format_value(name, value) for name, value in run.items()}
     return {"run": texts, "versions": {name: str(value) for name, value in record.about.get("versions", {}).items()}}
 
 
-def _words(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if name == "wall time":
-        return duration(value)
+        return format_duration(value)
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_words(str(key), entry)}" for key, entry in value.items())
+        return ", ".join(f"{key} {_format_value(str(key), entry)}" for key, entry in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(_words(name, entry) for entry in value)
+        return ", ".join(_format_value(name, entry) for entry in value)
     return str(value)
 
 
@@ -170,8 +170,8 @@ def _words(name: str, value: Any) -> str:
 COUNTS = {"failed": "failed", "above_start": "above start"}  # of runs that give no result
 
 
-def _headline_rows(record: Record, table: pd.DataFrame) -> list[dict[str, Any]]:
-    winners = {metric.name: statistics.best(table, metric) for metric in record.metrics}
+def _make_headline_rows(record: Record, table: pd.DataFrame) -> list[dict[str, Any]]:
+    winners = {metric.name: statistics.find_best(table, metric) for metric in record.metrics}
     reach = {}
     for metric in record.metrics:
         ends = table[[f"{metric.name} {name}" for name in ("difference", "low", "high")]].abs().to_numpy(float)
@@ -179,7 +179,13 @@ def _headline_rows(record: Record, table: pd.DataFrame) -> list[dict[str, Any]]:
     rows = []
     for method in table.index:
         cells = [
-            _cell(statistics.entry(table, method, m), m, winners[m.name] == method, reach[m.name], len(record.methods))
+            _make_cell(
+                statistics.find_entry(table, method, m),
+                m,
+                winners[m.name] == method,
+                reach[m.name],
+                len(record.methods),
+            )
             for m in record.metrics
         ]
         counts = {name: int(table.at[method, column]) for name, column in COUNTS.items()}
@@ -187,16 +193,18 @@ def _headline_rows(record: Record, table: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-def _cell(own: statistics.Entry, metric: Metric, best: bool, reach: float, methods: int) -> dict[str, Any]:
+def _make_cell(own: statistics.Entry, metric: Metric, best: bool, reach: float, methods: int) -> dict[str, Any]:
     place = lambda value: 50 + 46 * value / reach  # percent of the width, zero in the middle
     result = own.paired
-    mean, std = numbers([own.mean, own.std], metric.digits)
+    mean, std = format_numbers([own.mean, own.std], metric.digits)
     cell: dict[str, Any] = {
         "mean": mean,
         "std": std if own.n > 1 else "",
         "n": own.n,
         "best": best and methods > 1,
-        "difference": tables.difference(result, metric.digits).replace(", ", ",\N{NO-BREAK SPACE}") if result.n else "",
+        "difference": tables.format_difference(result, metric.digits).replace(", ", ",\N{NO-BREAK SPACE}")
+        if result.n
+        else "",
         "mark": None,
     }
     if result.n:
@@ -212,9 +220,9 @@ def _cell(own: statistics.Entry, metric: Metric, best: bool, reach: float, metho
 # ------------------------------------------------------------------------------------------------- numbers to draw
 
 
-def _numbers(record: Record, table: pd.DataFrame) -> dict[str, Any]:
+def _collect_numbers(record: Record, table: pd.DataFrame) -> dict[str, Any]:
     """What page.js draws."""
-    history = statistics.sound_history(record)
+    history = statistics.select_sound_history(record)
     recorded = statistics.list_metrics(history)
     first = [metric.name for metric in record.metrics if metric.name in recorded]
     names = first + [name for name in recorded if name not in first]
@@ -223,19 +231,19 @@ def _numbers(record: Record, table: pd.DataFrame) -> dict[str, Any]:
     return {
         "methods": [
             {"key": method, "title": look.title, "colour": look.colour, "dash": look.dash}
-            for method, look in looks_of(record).items()
+            for method, look in find_looks(record).items()
         ],
         "axes": AXES,
-        "metrics": [{"name": n, "title": metric_title(record, n), "digits": digits.get(n, 4)} for n in names],
-        "curves": {method: _lines(history, method, names, points) for method in record.methods},
-        "slices": _slices(record, digits),
+        "metrics": [{"name": n, "title": make_metric_title(record, n), "digits": digits.get(n, 4)} for n in names],
+        "curves": {method: _collect_lines(history, method, names, points) for method in record.methods},
+        "slices": _collect_slices(record, digits),
         "headline": [
             {"name": m.name, "title": m.title, "better": m.better, "digits": m.digits}
             | {
                 "values": {
                     method: {"mean": own.mean, "std": own.std if own.n > 1 else None}
                     for method in record.methods
-                    if (own := statistics.entry(table, method, m)).n
+                    if (own := statistics.find_entry(table, method, m)).n
                 }
             }
             for m in record.metrics
@@ -243,15 +251,15 @@ def _numbers(record: Record, table: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _lines(history: pd.DataFrame, method: str, names: Iterable[str], points: int) -> dict[str, Any]:
+def _collect_lines(history: pd.DataFrame, method: str, names: Iterable[str], points: int) -> dict[str, Any]:
     """The lines of a method. Metrics evaluated at the same rounds share one grid of x values."""
     grids: list[dict[str, Any]] = []
     lines: dict[str, Any] = {}
     for name in names:
-        curve = statistics.curve(history, method, name)
+        curve = statistics.average_curve(history, method, name)
         if curve.empty:
             continue
-        changes = {axis: statistics.stage_changes(curve, axis) for axis in AXES}
+        changes = {axis: statistics.find_stage_changes(curve, axis) for axis in AXES}
         curve = curve.iloc[_thin(curve["stage"].to_numpy(), points)]
         grid = {axis: curve[axis].tolist() for axis in AXES} | {"stage": curve["stage"].tolist(), "changes": changes}
         if grid not in grids:
@@ -269,18 +277,18 @@ def _thin(stage: np.ndarray, points: int) -> np.ndarray:
     return np.unique(np.concatenate([even, ends, ends + 1]))
 
 
-def _slices(record: Record, digits: dict[str, int]) -> list[dict[str, Any]]:
+def _collect_slices(record: Record, digits: dict[str, int]) -> list[dict[str, Any]]:
     result = []
-    table = statistics.slices(record)
+    table = statistics.average_slices(record)
     for metric, kind, split in dict.fromkeys(zip(table["metric"], table["kind"], table["split"], strict=True)):
-        part = statistics.rows(table, metric=metric, kind=kind, split=split)
+        part = statistics.select_rows(table, metric=metric, kind=kind, split=split)
         means, stds = (
             part.pivot(index="slice", columns="method", values=value).reindex(part["slice"].unique())
             for value in ("mean", "std")
         )
         several = max(part["n"]) > 1
         result.append(
-            {"metric": metric, "title": metric_title(record, metric), "kind": kind, "split": split}
+            {"metric": metric, "title": make_metric_title(record, metric), "kind": kind, "split": split}
             | {"digits": digits.get(metric, 4), "names": [str(name) for name in means.index]}
             | {"mean": {method: means[method].tolist() for method in means}}
             | {"std": {method: stds[method].tolist() for method in stds} if several else None}
@@ -288,7 +296,7 @@ def _slices(record: Record, digits: dict[str, int]) -> list[dict[str, Any]]:
     return result
 
 
-def _undrawn(record: Record) -> list[str]:
+def _list_undrawn(record: Record) -> list[str]:
     """Titles of methods that have no curve because every run diverged."""
     runs = record.final.groupby("method")["status"].agg(lambda status: bool((status == "diverged").all()))
     return [record.title(method) for method in record.methods if runs.get(method, False)]
@@ -297,11 +305,11 @@ def _undrawn(record: Record) -> list[str]:
 # ------------------------------------------------------------------------------------------------- lines of models
 
 
-def _chart(record: Record) -> dict[str, Any] | None:
+def _collect_chart(record: Record) -> dict[str, Any] | None:
     """The lines of the task's chart as outlines in boxes of 100 x 100, one box per slice; means over seeds."""
     if record.chart is None:
         return None
-    table = statistics.lines(record)
+    table = statistics.average_lines(record)
     points = lambda line: " ".join(
         f"{100 * x:.1f},{100 - 100 * y:.1f}" for x, y in zip(line["x"], line["mean"], strict=True)
     )
@@ -310,8 +318,8 @@ def _chart(record: Record) -> dict[str, Any] | None:
         | {
             "lines": [
                 {"look": look, "points": points(line)}
-                for method, look in looks_of(record).items()
-                if len(line := statistics.rows(table, slice=name, method=method))
+                for method, look in find_looks(record).items()
+                if len(line := statistics.select_rows(table, slice=name, method=method))
             ]
         }
         for name in table["slice"].unique()
@@ -322,7 +330,7 @@ def _chart(record: Record) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------- candidates
 
 
-def _candidates(record: Record) -> dict[str, Any] | None:
+def _collect_candidates(record: Record) -> dict[str, Any] | None:
     """The figure, as an address that holds it, and the table."""
     if record.candidates.empty:
         return None
@@ -330,14 +338,14 @@ def _candidates(record: Record) -> dict[str, Any] | None:
     draw_candidates(record).savefig(content, format="svg", metadata={"Date": None})
     return {
         "figure": f"data:image/svg+xml;base64,{base64.b64encode(content.getvalue()).decode()}",
-        "table": tables.candidates(record)[1],
+        "table": tables.tabulate_candidates(record)[1],
     }
 
 
 # ------------------------------------------------------------------------------------------------- who holds what
 
 
-def _holdings(frame: pd.DataFrame) -> dict[str, Any] | None:
+def _collect_holdings(frame: pd.DataFrame) -> dict[str, Any] | None:
     """Bars of the first seed: rows of every client by group, by label and by part."""
     if frame.empty:
         return None
@@ -361,14 +369,14 @@ def _holdings(frame: pd.DataFrame) -> dict[str, Any] | None:
         "rows": f"{int(totals.sum()):,}",
     }
     if result["many"]:
-        return result | _skyline(groups.loc[totals.sort_values(ascending=False, kind="stable").index], fills)
+        return result | _draw_skyline(groups.loc[totals.sort_values(ascending=False, kind="stable").index], fills)
     result["bars"] = [
         {
             "client": str(client),
             "rows": f"{int(totals.loc[client]):,}",
             "width": 100 * totals.loc[client] / totals.max(),
-            "groups": _shares(groups.loc[client], fills),
-            "labels": _shares(labels.loc[client], result["labels"]),
+            "groups": _collect_shares(groups.loc[client], fills),
+            "labels": _collect_shares(labels.loc[client], result["labels"]),
             "parts": ", ".join(f"{int(rows):,} {part}" for part, rows in parts.loc[client].items() if rows),
         }
         for client in totals.index
@@ -376,7 +384,7 @@ def _holdings(frame: pd.DataFrame) -> dict[str, Any] | None:
     return result
 
 
-def _shares(rows: pd.Series, looks: dict[str, Any]) -> list[dict[str, Any]]:
+def _collect_shares(rows: pd.Series, looks: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {"name": str(name), "rows": f"{int(count):,}", "width": 100 * count / rows.sum(), "look": looks[str(name)]}
         for name, count in rows.items()
@@ -384,7 +392,7 @@ def _shares(rows: pd.Series, looks: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _skyline(groups: pd.DataFrame, fills: dict[str, str]) -> dict[str, Any]:
+def _draw_skyline(groups: pd.DataFrame, fills: dict[str, str]) -> dict[str, Any]:
     """One step per client, the largest first, in layers by group: outlines in a box of 1000 x 300."""
     tops = groups.cumsum(axis=1)
     highest, step = float(tops.iloc[:, -1].max()), 1000 / len(groups)

@@ -14,7 +14,7 @@ from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes a sec
 from nestfed.core.settings import UserError
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record
-from nestfed.report.style import numbers
+from nestfed.report.style import format_numbers
 
 CONFIDENCE = 0.95
 STATISTICS = ("mean", "std", "n", "difference", "low", "high", "p", "pairs")
@@ -45,7 +45,7 @@ def pair(a: pd.Series, b: pd.Series) -> Paired:
         if not series.index.is_unique:
             twice = series.index[series.index.duplicated()][0]
             raise UserError(f"seed {twice} was given twice; a paired difference needs one value per seed.")
-    a, b = _finite(a), _finite(b)
+    a, b = _select_finite(a), _select_finite(b)
     seeds = a.index.intersection(b.index)
     first, second = a.loc[seeds].to_numpy(float), b.loc[seeds].to_numpy(float)
     differences, n = first - second, len(seeds)
@@ -65,11 +65,11 @@ def pair(a: pd.Series, b: pd.Series) -> Paired:
     return Paired(mean, mean - reach, mean + reach, float(2 * stdtr(n - 1, -abs(mean) / error)), n)
 
 
-def _finite(series: pd.Series) -> pd.Series:
+def _select_finite(series: pd.Series) -> pd.Series:
     return series.take(np.flatnonzero(np.isfinite(series.to_numpy(float))))
 
 
-def rows(frame: pd.DataFrame, **values: Any) -> pd.DataFrame:
+def select_rows(frame: pd.DataFrame, **values: Any) -> pd.DataFrame:
     """The rows with these values in these columns."""
     keep = np.ones(len(frame), bool)
     for column, value in values.items():
@@ -77,55 +77,55 @@ def rows(frame: pd.DataFrame, **values: Any) -> pd.DataFrame:
     return frame.take(np.flatnonzero(keep))
 
 
-def rows_with(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+def select_rows_with(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """The rows in which a column of numbers is finite."""
     return frame.take(np.flatnonzero(np.isfinite(frame[column].to_numpy(float))))
 
 
 def select_finished(record: Record) -> pd.DataFrame:
     """The rows of `final` that count: runs that diverged or were cut short say nothing about a finished one."""
-    return rows(record.final, status="finished")
+    return select_rows(record.final, status="finished")
 
 
-def sound_history(record: Record) -> pd.DataFrame:
+def select_sound_history(record: Record) -> pd.DataFrame:
     """The history without the runs that diverged: they end early, and the mean would jump where they do."""
-    diverged = rows(record.final, status="diverged")
+    diverged = select_rows(record.final, status="diverged")
     gone = set(zip(diverged["method"], diverged["seed"], strict=True))
     runs = zip(record.history["method"], record.history["seed"], strict=True)
     return record.history.take([i for i, run in enumerate(runs) if run not in gone])
 
 
-def headline(record: Record) -> pd.DataFrame:
+def make_headline(record: Record) -> pd.DataFrame:
     """One row per method: "failed" (runs that did not finish), "above start" (runs whose training objective ended above
     where it began) and for every metric the columns "<name> mean", "std", "n", "difference" (to the baseline), "low",
     "high", "p" and "pairs" (common seeds). The baseline has no difference to itself.
     """
     good = select_finished(record)
-    values = {method: rows(good, method=method).set_index("seed") for method in record.methods}
-    baseline = baseline_of(record)
+    values = {method: select_rows(good, method=method).set_index("seed") for method in record.methods}
+    baseline = find_baseline(record)
     lines = []
     for method in record.methods:
-        line: dict[str, Any] = {"failed": len(rows(record.final, method=method)) - len(values[method])}
+        line: dict[str, Any] = {"failed": len(select_rows(record.final, method=method)) - len(values[method])}
         risen = values[method]["above_start"].to_numpy(bool) if "above_start" in record.final else np.zeros(0, bool)
         line["above start"] = int(risen.sum())
         for metric in record.metrics:
-            other = None if baseline in (None, method) else _column(values[baseline], metric)
-            line |= _compare(_column(values[method], metric), other, metric)
+            other = None if baseline in (None, method) else _describe_column(values[baseline], metric)
+            line |= _compare(_describe_column(values[method], metric), other, metric)
         lines.append(line)
     return pd.DataFrame(lines, index=pd.Index(record.methods, name="method"))
 
 
-def baseline_of(record: Record) -> str | None:
+def find_baseline(record: Record) -> str | None:
     baseline = record.about.get("baseline")
     return baseline if baseline in record.methods else None
 
 
-def _column(values: pd.DataFrame, metric: Metric) -> pd.Series:
+def _describe_column(values: pd.DataFrame, metric: Metric) -> pd.Series:
     return pd.Series(values[metric.name] if metric.name in values else np.nan, values.index, float)
 
 
 def _compare(own: pd.Series, reference: pd.Series | None, metric: Metric) -> dict[str, Any]:
-    good = _finite(own)
+    good = _select_finite(own)
     mean, std = (good.mean(), good.std(ddof=0)) if len(good) else (np.nan, np.nan)
     numbers = (mean, std, len(good), *(NO_PAIRS if reference is None else pair(own, reference)))
     return {f"{metric.name} {name}": value for name, value in zip(STATISTICS, numbers, strict=True)}
@@ -135,13 +135,16 @@ def find_gains(record: Record) -> dict[str, str]:
     """A plain sentence for every method: what it gained over the methods that one would take anyhow (`references` of
     the record: FedAvg, local training), in the first metric."""
     metric, good = record.metrics[0], select_finished(record)
-    values = {method: _column(rows(good, method=method).set_index("seed"), metric) for method in record.methods}
-    baseline = baseline_of(record)
+    values = {
+        method: _describe_column(select_rows(good, method=method).set_index("seed"), metric)
+        for method in record.methods
+    }
+    baseline = find_baseline(record)
     references = record.about.get("references", [] if baseline is None else [baseline])
     said = {}
     for method in record.methods:
         others = [other for other in references if other != method and other in record.methods]
-        if not len(_finite(values[method])):
+        if not len(_select_finite(values[method])):
             said[method] = f"{record.title(method)}: no seed has a result."
         elif others:
             compared = lambda other: pair(values[method], values[other])
@@ -153,7 +156,7 @@ def find_gains(record: Record) -> dict[str, str]:
 def _describe_gain(found: Paired, other: str, metric: Metric) -> str:
     if found.n == 0:
         return f"no seed in common with {other}"
-    size, mean, low, high = numbers([abs(found.mean), found.mean, found.low, found.high], metric.digits)
+    size, mean, low, high = format_numbers([abs(found.mean), found.mean, found.low, found.high], metric.digits)
     if found.n == 1:
         return f"no clear gain over {other} ({mean} in one seed; an interval needs several: --seeds 3)"
     interval = f"95 % interval {low} to {high}, {found.n} seeds"
@@ -172,12 +175,12 @@ class Entry(NamedTuple):
     paired: Paired  # with the baseline
 
 
-def entry(table: pd.DataFrame, method: str, metric: Metric) -> Entry:
+def find_entry(table: pd.DataFrame, method: str, metric: Metric) -> Entry:
     mean, std, n, *others = (table.at[method, f"{metric.name} {name}"] for name in STATISTICS)
     return Entry(mean, std, int(n), Paired(*others[:-1], n=int(others[-1])))
 
 
-def best(table: pd.DataFrame, metric: Metric) -> str | None:
+def find_best(table: pd.DataFrame, metric: Metric) -> str | None:
     """The method of a headline table with the best mean of a metric; None where no method has one."""
     means = table[f"{metric.name} mean"].dropna()
     if means.empty:
@@ -191,14 +194,14 @@ def list_metrics(history: pd.DataFrame) -> list[str]:
     return [name for name in numeric if np.isfinite(numeric[name].to_numpy(float)).any()]
 
 
-def curve(history: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
+def average_curve(history: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
     """Mean and standard deviation over seeds of one method, by evaluation.
 
     Columns: stage (a count from 0), name (of the stage), round, bytes, oracle_calls, mean, std, n. Evaluations without
     the metric are left out.
     """
     # A report has hundreds of curves: arrays are three times faster here than groups of a frame.
-    own = rows(history.filter(["method", "stage", "round", "bytes", "oracle_calls", metric]), method=method)
+    own = select_rows(history.filter(["method", "stage", "round", "bytes", "oracle_calls", metric]), method=method)
     own = own.take(np.argsort(own["round"].to_numpy(), kind="stable"))
     stage, names = pd.factorize(own["stage"])  # in the order in which they were run
     round, values = own["round"].to_numpy(), own[metric].to_numpy(float)
@@ -222,19 +225,19 @@ def curve(history: pd.DataFrame, method: str, metric: str) -> pd.DataFrame:
     )
 
 
-def half_width(std: Any, n: Any) -> Any:
+def compute_half_width(std: Any, n: Any) -> Any:
     """Of the 95 % t-interval of a mean of n values with this standard deviation (ddof 0); NaN where n is 1."""
     std, n = np.asarray(std, float), np.asarray(n, float)
     freedom = np.where(n > 1, n - 1, np.nan)
     return stdtrit(freedom, (1 + CONFIDENCE) / 2) * std / np.sqrt(freedom)
 
 
-def _moments(values: Any) -> pd.DataFrame:
+def _compute_moments(values: Any) -> pd.DataFrame:
     """Mean, std and n of grouped values."""
     return pd.DataFrame({"mean": values.mean(), "std": values.std(ddof=0), "n": values.size()})
 
 
-def stage_changes(curve: pd.DataFrame, against: str) -> list[tuple[float, str]]:
+def find_stage_changes(curve: pd.DataFrame, against: str) -> list[tuple[float, str]]:
     """Where (on an axis) a later stage begins, and its name: at the last evaluation of the stage before, or at its own
     first where the stage before lacks the metric.
     """
@@ -242,15 +245,15 @@ def stage_changes(curve: pd.DataFrame, against: str) -> list[tuple[float, str]]:
     return [(float(curve[against].iloc[max(i - 1, 0)]), str(curve["name"].iloc[i])) for i in begins]
 
 
-def lines(record: Record) -> pd.DataFrame:
+def average_lines(record: Record) -> pd.DataFrame:
     """Mean, std and n over finished seeds of the lines of the chart, for every method, slice and x."""
     good = record.lines.merge(select_finished(record)[["method", "seed"]], on=["method", "seed"])
-    return _moments(good.groupby(["method", "slice", "x"], sort=False)["y"]).reset_index()
+    return _compute_moments(good.groupby(["method", "slice", "x"], sort=False)["y"]).reset_index()
 
 
-def slices(record: Record) -> pd.DataFrame:
+def average_slices(record: Record) -> pd.DataFrame:
     """Mean, std and n over finished seeds for every method, kind, slice, split and metric, in the order of the data."""
     good = record.slices.merge(select_finished(record)[["method", "seed"]], on=["method", "seed"])
-    good = rows_with(good, "value")
+    good = select_rows_with(good, "value")
     keys = ["method", "kind", "slice", "split", "metric"]
-    return _moments(good.groupby(keys, sort=False)["value"]).reset_index()
+    return _compute_moments(good.groupby(keys, sort=False)["value"]).reset_index()

@@ -24,7 +24,7 @@ class Look(NamedTuple):
     marker: str
 
 
-def looks(methods: Mapping[str, str], baseline: str | None = None) -> dict[str, Look]:
+def choose_looks(methods: Mapping[str, str], baseline: str | None = None) -> dict[str, Look]:
     """A look for every method (its key and title); more methods than colours begin again with broken lines."""
     others = [method for method in methods if method != baseline]
     place = {method: i for i, method in enumerate(others)}
@@ -39,17 +39,17 @@ def looks(methods: Mapping[str, str], baseline: str | None = None) -> dict[str, 
     return {method: look(method) for method in methods}
 
 
-def title_of(name: str) -> str:
+def make_title(name: str) -> str:
     """A column's name as words."""
     return name.replace("_", " ")
 
 
-def file_name(*words: str) -> str:
+def make_file_name(*words: str) -> str:
     """Words as a part of a file's name that every system takes."""
     return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-") or "x" for word in words)
 
 
-def numbers(values: Iterable[float], digits: int = 4) -> list[str]:
+def format_numbers(values: Iterable[float], digits: int = 4) -> list[str]:
     """Numbers that belong together, with so many decimals; in powers of ten where that would show nothing but zeros or
     a long row of digits.
     """
@@ -66,16 +66,16 @@ def numbers(values: Iterable[float], digits: int = 4) -> list[str]:
     return [text(value) for value in values]
 
 
-def number(value: float, digits: int = 4) -> str:
-    return numbers([value], digits)[0]
+def format_number(value: float, digits: int = 4) -> str:
+    return format_numbers([value], digits)[0]
 
 
-def spread(mean: float, std: float, n: int, digits: int = 4) -> str:
+def format_spread(mean: float, std: float, n: int, digits: int = 4) -> str:
     """Mean ± standard deviation; one value has none."""
-    return " ± ".join(numbers([mean, std] if n > 1 else [mean], digits))
+    return " ± ".join(format_numbers([mean, std] if n > 1 else [mean], digits))
 
 
-def amount(size: float, unit: str = "") -> str:
+def format_amount(size: float, unit: str = "") -> str:
     """A large count with three digits: 12.3 M, or with a unit 12.3 MB."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(size) >= 0.9995 * factor:
@@ -83,7 +83,7 @@ def amount(size: float, unit: str = "") -> str:
     return f"{float(f'{size:.3g}'):g} {unit}".strip()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

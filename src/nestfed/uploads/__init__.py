@@ -1,6 +1,6 @@
 """What happens to uploads on their way: compression, noise, differential privacy."""
 
-from nestfed.uploads.privacy import CentralDP, Guarantee, LocalDP, Spending, Uploads, transforms_of
+from nestfed.uploads.privacy import CentralDP, Guarantee, LocalDP, Spending, Uploads, list_transforms
 from nestfed.uploads.transforms import Clip, ClipMean, GaussianNoise, Quantise, ServerNoise, Sparsify, Transform
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "Spending",
     "Transform",
     "Uploads",
-    "transforms_of",
+    "list_transforms",
 ]

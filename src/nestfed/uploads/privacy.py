@@ -164,12 +164,12 @@ def _list(uploads: Any) -> tuple[Any, ...]:
     return tuple(uploads) if isinstance(uploads, (tuple, list)) else (uploads,)
 
 
-def guarantee_of(uploads: Uploads) -> Guarantee | None:
+def find_guarantee(uploads: Uploads) -> Guarantee | None:
     """The guarantee among what was given as `uploads`."""
     return next((entry for entry in _list(uploads) if isinstance(entry, Guarantee)), None)
 
 
-def transforms_of(uploads: Uploads) -> tuple[Transform, ...]:
+def list_transforms(uploads: Uploads) -> tuple[Transform, ...]:
     """What was given as `uploads`, checked, as transforms in their order."""
     transforms: list[Transform] = []
     guarantees: list[Guarantee] = []
@@ -220,7 +220,7 @@ class Spending:
 
     def epsilon(self, rounds: int) -> float:
         """After so many rounds."""
-        return _epsilon((*self.guarantee.earlier, (self, int(rounds))), self.guarantee.delta)
+        return _compute_epsilon((*self.guarantee.earlier, (self, int(rounds))), self.guarantee.delta)
 
     @property
     def noise_multiplier(self) -> float:
@@ -256,7 +256,7 @@ class Spending:
             return "none"
         return f"{self.cohort:g} of {self.clients} clients" + (" (Poisson)" if self.chance is not None else "")
 
-    def summary(self, rounds: int) -> dict[str, Any]:
+    def summarise(self, rounds: int) -> dict[str, Any]:
         """For the record of a run."""
         guarantee = self.guarantee
         return (
@@ -278,19 +278,19 @@ class Spending:
 
 
 @functools.lru_cache(maxsize=4096)
-def _epsilon(parts: tuple[tuple[Spending, int], ...], delta: float) -> float:
+def _compute_epsilon(parts: tuple[tuple[Spending, int], ...], delta: float) -> float:
     """Of all parts together: the smallest of the bounds that apply."""
     poisson = [(s, rounds) for s, rounds in parts if s.chance is not None and rounds]
     fixed = [(s, rounds) for s, rounds in parts if s.cohort is not None and s.chance is None and rounds]
-    bounds = [_exact(parts, delta)]
+    bounds = [_compute_exactly(parts, delta)]
     if poisson and bounds[0]:
-        bounds.append(_by_loss_distributions(parts, poisson, delta))
+        bounds.append(_compose_loss_distributions(parts, poisson, delta))
     if fixed and bounds[0]:
-        bounds.append(_by_renyi_divergences(parts, fixed, delta))
+        bounds.append(_compose_renyi_divergences(parts, fixed, delta))
     return min(bounds)
 
 
-def _precision(parts: Sequence[tuple[Spending, int]], amplified: Sequence[tuple[Spending, int]] = ()) -> float:
+def _compute_precision(parts: Sequence[tuple[Spending, int]], amplified: Sequence[tuple[Spending, int]] = ()) -> float:
     """Several Gaussian mechanisms are one: 1 / multiplier^2 adds up, here without the rounds of amplified parts."""
     total = 0.0
     for part in parts:
@@ -300,32 +300,32 @@ def _precision(parts: Sequence[tuple[Spending, int]], amplified: Sequence[tuple[
     return total
 
 
-def _exact(parts: Sequence[tuple[Spending, int]], delta: float) -> float:
-    precision = _precision(parts)
+def _compute_exactly(parts: Sequence[tuple[Spending, int]], delta: float) -> float:
+    precision = _compute_precision(parts)
     if precision == 0:
         return 0.0
     with np.errstate(all="ignore"):  # the search passes where a logarithm of zero is taken
         return float(_load_accounting().get_epsilon_gaussian(1 / math.sqrt(precision), delta))
 
 
-def _by_loss_distributions(parts: Sequence[Any], poisson: Sequence[tuple[Spending, int]], delta: float) -> float:
+def _compose_loss_distributions(parts: Sequence[Any], poisson: Sequence[tuple[Spending, int]], delta: float) -> float:
     losses: Any = None
     for spending, rounds in poisson:
         guarantee = spending.guarantee
         # The exchanges of a round see one cohort: together they are one Gaussian mechanism, drawn once.
         noise = spending.noise_multiplier * guarantee.true_factor / math.sqrt(spending.round)
-        several = _loss_distribution(noise, float(spending.chance or 0), guarantee.neighbours).self_compose(rounds)
+        several = _make_loss_distribution(noise, float(spending.chance or 0), guarantee.neighbours).self_compose(rounds)
         losses = several if losses is None else losses.compose(several)
-    rest = _precision(parts, poisson)
+    rest = _compute_precision(parts, poisson)
     if rest:
         guarantee = poisson[0][0].guarantee
         noise = guarantee.true_factor / math.sqrt(rest)
-        losses = losses.compose(_loss_distribution(noise, 1.0, guarantee.neighbours))
+        losses = losses.compose(_make_loss_distribution(noise, 1.0, guarantee.neighbours))
     return float(losses.get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=64)
-def _loss_distribution(noise: float, chance: float, neighbours: str) -> Any:
+def _make_loss_distribution(noise: float, chance: float, neighbours: str) -> Any:
     """Of one round, for noise / clip and the probability to be in it."""
     accounting = _load_accounting()
     relation = accounting.NeighboringRelation
@@ -336,17 +336,17 @@ def _loss_distribution(noise: float, chance: float, neighbours: str) -> Any:
     )
 
 
-def _by_renyi_divergences(parts: Sequence[Any], fixed: Sequence[tuple[Spending, int]], delta: float) -> float:
+def _compose_renyi_divergences(parts: Sequence[Any], fixed: Sequence[tuple[Spending, int]], delta: float) -> float:
     accounting = _load_accounting()
-    divergence: Any = _precision(parts, fixed) * _orders() / 2
+    divergence: Any = _compute_precision(parts, fixed) * _list_orders() / 2
     for spending, rounds in fixed:
         multiplier = spending.noise_multiplier / math.sqrt(spending.round)
         divergence = divergence + rounds * _bound_cohort(multiplier, int(spending.cohort or 0), spending.clients)
     with np.errstate(all="ignore"):
-        return float(accounting.rdp.compute_epsilon(_orders(), divergence, delta)[0])
+        return float(accounting.rdp.compute_epsilon(_list_orders(), divergence, delta)[0])
 
 
-def _orders() -> np.ndarray:
+def _list_orders() -> np.ndarray:
     return np.asarray(_load_accounting().rdp.RdpAccountant().orders, float)
 
 

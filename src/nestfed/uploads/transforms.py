@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nestfed.core.randomness import fold, random_words
+from nestfed.core.randomness import draw_words, fold
 from nestfed.core.scaled import is_scaled
 from nestfed.core.settings import UserError, setting, static, struct, validate
 from nestfed.core.types import Array, PyTree
@@ -105,7 +105,7 @@ class Clip(Transform):
         return clip_to_norm(tree, self.norm)
 
     def clips(self, tree: PyTree) -> Array:
-        return joint_norm(tree) > self.norm
+        return compute_joint_norm(tree) > self.norm
 
 
 @struct
@@ -127,7 +127,7 @@ class GaussianNoise(Transform):
     noisy = True
 
     def apply(self, tree: PyTree, key: Array) -> PyTree:
-        return _with_noise(tree, self.sigma, key)
+        return _add_noise(tree, self.sigma, key)
 
     def variance(self, largest: Array, squares: Array) -> Array:
         return self.sigma**2 * squares
@@ -146,7 +146,7 @@ class ServerNoise(Transform):
     hides_in_mean = True
 
     def treat(self, mean: PyTree, largest: Array, key: Array) -> PyTree:
-        return _with_noise(mean, self.scale * largest, key)
+        return _add_noise(mean, self.scale * largest, key)
 
     def variance(self, largest: Array, squares: Array) -> Array:
         return (self.scale * largest) ** 2
@@ -171,11 +171,11 @@ class Sparsify(Transform):
     def apply(self, tree: PyTree, key: Array) -> PyTree:
         def sparse(a, key):
             kept = self.count_sent(a.size)
-            chosen = jnp.argsort(random_words(key, a.size))[:kept]
+            chosen = jnp.argsort(draw_words(key, a.size))[:kept]
             factors = jnp.zeros(a.size, a.dtype).at[chosen].set(a.size / kept)
             return a * factors.reshape(a.shape)
 
-        return _each(sparse, tree, key)
+        return _apply_to_each(sparse, tree, key)
 
     def pack(self, parcel: Parcel) -> Parcel:
         return parcel._replace(sent=min(parcel.sent, self.count_sent(parcel.size)), indexed=True)
@@ -197,33 +197,33 @@ class Quantise(Transform):
             below = jnp.floor(a / unit)
             return unit * (below + (jax.random.uniform(key, a.shape, a.dtype) < a / unit - below))
 
-        return _each(round_randomly, tree, key)
+        return _apply_to_each(round_randomly, tree, key)
 
     def pack(self, parcel: Parcel) -> Parcel:
         return parcel._replace(bits=min(parcel.bits, self.bits), extra=parcel.extra + parcel.itemsize)
 
 
-def joint_norm(tree: PyTree) -> Array:
+def compute_joint_norm(tree: PyTree) -> Array:
     """The Euclidean norm over all arrays of a tree."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(a)) for a in jax.tree.leaves(tree)))
 
 
 def clip_to_norm(tree: PyTree, norm: float) -> PyTree:
     """The tree times min(1, norm / its norm)."""
-    length = joint_norm(tree)
+    length = compute_joint_norm(tree)
     factor = jnp.where(length > norm, norm / jnp.where(length > 0, length, 1), 1)
     return jax.tree.map(lambda a: a * factor.astype(a.dtype), tree)
 
 
-def _each(function: Callable, tree: PyTree, key: Array) -> PyTree:
+def _apply_to_each(function: Callable, tree: PyTree, key: Array) -> PyTree:
     """function(array, its own key) for all arrays that hold anything."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, [function(a, fold(key, i)) if a.size else a for i, a in enumerate(leaves)])
 
 
-def _with_noise(tree: PyTree, sigma: Any, key: Array) -> PyTree:
+def _add_noise(tree: PyTree, sigma: Any, key: Array) -> PyTree:
     noise = lambda a, key: (sigma * jax.random.normal(key, a.shape, a.dtype)).astype(a.dtype)
-    return _each(lambda a, key: a + noise(a, key), tree, key)
+    return _apply_to_each(lambda a, key: a + noise(a, key), tree, key)
 
 
 # ------------------------------------------------------------------------------------------------- on the way
@@ -279,7 +279,7 @@ def apply_all(transforms: Sequence[Transform], tree: PyTree, key: Array, noise: 
         if not transform.changes("apply"):
             continue
         clipped = clipped | transform.clips(tree)
-        tree = transform.apply(tree, fold(_key_for(transform, key, noise), i))
+        tree = transform.apply(tree, fold(_choose_key(transform, key, noise), i))
     return tree, clipped
 
 
@@ -289,15 +289,15 @@ def answer_all(
     """A mean as the server answers it."""
     for i, transform in enumerate(transforms):
         if transform.changes("treat"):
-            mean = transform.treat(mean, largest, fold(_key_for(transform, key, noise), i))
+            mean = transform.treat(mean, largest, fold(_choose_key(transform, key, noise), i))
     return mean
 
 
-def _key_for(transform: Transform, key: Array, noise: Array | None) -> Array:
+def _choose_key(transform: Transform, key: Array, noise: Array | None) -> Array:
     if transform.noisy and noise is None:
         raise UserError(
             f"{type(transform).__name__} draws noise, and no key of noise was given; give "
-            "nestfed.core.noise.fresh_key()."
+            "nestfed.core.noise.draw_fresh_key()."
         )
     return noise if transform.noisy and noise is not None else key
 
@@ -309,7 +309,7 @@ def finish_all(transforms: Sequence[Transform], mean: PyTree) -> PyTree:
     return mean
 
 
-def upload_bytes(transforms: Sequence[Transform], size: int, itemsize: int) -> int:
+def count_upload_bytes(transforms: Sequence[Transform], size: int, itemsize: int) -> int:
     """Bytes of one array of an upload."""
     parcel = Parcel(size, itemsize, size, 8 * itemsize)
     for transform in transforms:

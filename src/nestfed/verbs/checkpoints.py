@@ -43,22 +43,22 @@ def identify_run(inputs: Inputs, options: Options) -> dict[str, str]:
     """What a checkpoint must have in common with the run that resumes it, part by part."""
     algorithm, key, uploads = inputs.algorithm, inputs.key, inputs.uploads
     parts = {
-        "algorithm": _without_addresses(repr(algorithm)),
+        "algorithm": _strip_addresses(repr(algorithm)),
         "functions": identify(algorithm, type(algorithm).__name__),
-        "task": identify(jax.tree.map(_as_on_device, inputs.task), "the task"),
+        "task": identify(jax.tree.map(_convert_for_device, inputs.task), "the task"),
         "metrics": identify(options.metrics, "metrics"),
         "seed": f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}",
         "precision": str(jax.numpy.result_type(float)),
         **{name: repr(getattr(options, name)) for name in SHAPING},
     }
     if uploads:
-        parts |= {"uploads": _without_addresses(repr(uploads)), "transforms": identify(uploads, "uploads")}
+        parts |= {"uploads": _strip_addresses(repr(uploads)), "transforms": identify(uploads, "uploads")}
     if any(transform.noisy for transform in uploads):  # a run is for tests as a whole, or not at all
         parts["noise_seed"] = repr(options.noise_seed)
     return parts
 
 
-def _as_on_device(leaf: Any) -> Any:
+def _convert_for_device(leaf: Any) -> Any:
     """As one device would hold it: on several of them a task stays on the host, where a number may be Python's."""
     if isinstance(leaf, jax.Array):
         return leaf
@@ -73,7 +73,7 @@ def describe_run(inputs: Inputs, options: Options) -> dict[str, str]:
     return identify_run(inputs, options) | steering | {"checkpoint": repr(options.checkpoint is not None)}
 
 
-def _without_addresses(text: str) -> str:
+def _strip_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # they differ between processes, and identify() tells what they name
 
 

@@ -22,7 +22,7 @@ from nestfed.engine.contract import check_contract, check_match
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.engine.rounds import Run
-from nestfed.engine.steps import Call, make_client, make_draws, only_client
+from nestfed.engine.steps import Call, make_client, make_draws, make_only_participant
 from nestfed.uploads.transforms import Transform
 from nestfed.verbs.cost import measure
 from nestfed.verbs.messages import deploy
@@ -47,7 +47,7 @@ def check_algorithm(algorithm: Algorithm, task: Task) -> list[str]:
     """Run the whole suite; returns the names of the checks that passed, or raises NonConforming."""
     passed = []
     for check in CHECKS:
-        name = check.__name__.removeprefix("_").replace("_", " ")
+        name = check.__name__.removeprefix("_check_").replace("_", " ")
         try:
             check(algorithm, task)
         except NonConforming as error:
@@ -73,11 +73,11 @@ def _run(
     return run, {name: np.concatenate([notes[name] for notes in noted]) for name in noted[0]}
 
 
-def _states(found: tuple[Run, Any]) -> tuple[Any, Any]:
+def _take_states(found: tuple[Run, Any]) -> tuple[Any, Any]:
     return found[0].server, found[0].clients
 
 
-def _same(one: PyTree, other: PyTree, what: str) -> None:
+def _check_same(one: PyTree, other: PyTree, what: str) -> None:
     """Equal up to rounding; vmapped and single products may differ in the last bits."""
     named = jax.tree_util.tree_leaves_with_path(one)
     others = jax.tree.leaves(other)
@@ -88,21 +88,21 @@ def _same(one: PyTree, other: PyTree, what: str) -> None:
         tolerance = 1e-9 if a.dtype == np.float64 else 2e-4
         if a.shape != b.shape or not np.allclose(a, b, rtol=tolerance, atol=tolerance):
             gap = np.abs(a - b).max() if a.shape == b.shape else f"shapes {a.shape} and {b.shape}"
-            raise NonConforming(f"{what}: the field {_field(path)} differs (largest gap {gap})")
+            raise NonConforming(f"{what}: the field {_name_field(path)} differs (largest gap {gap})")
 
 
-def _field(path: Any) -> str:
+def _name_field(path: Any) -> str:
     return jax.tree_util.keystr(path[1:]).lstrip(".") or "of the state"
 
 
 # ------------------------------------------------------------------------------------------------- the checks
 
 
-def _settings_and_family_fit(algorithm: Algorithm, task: Task) -> None:
+def _check_settings_and_family_fit(algorithm: Algorithm, task: Task) -> None:
     check_match(algorithm, task)
 
 
-def _shared_fields_come_from_exchanges_and_types_stay(algorithm: Algorithm, task: Task) -> None:
+def _check_shared_fields_come_from_exchanges_and_types_stay(algorithm: Algorithm, task: Task) -> None:
     check_contract(algorithm, task)
 
 
@@ -111,15 +111,15 @@ class _Untouched(Transform):
     """Uploads go on their way as they are."""
 
 
-def _uploads_lie_around_what_everybody_knows(algorithm: Algorithm, task: Task) -> None:
+def _check_uploads_lie_around_what_everybody_knows(algorithm: Algorithm, task: Task) -> None:
     check_contract(algorithm, task, (_Untouched(),))
 
 
-def _cost_is_static(algorithm: Algorithm, task: Task) -> None:
+def _check_cost_is_static(algorithm: Algorithm, task: Task) -> None:
     measure(algorithm, task)
 
 
-def _one_trace_serves_all_seeds_and_settings(algorithm: Algorithm, task: Task) -> None:
+def _check_one_trace_serves_all_seeds_and_settings(algorithm: Algorithm, task: Task) -> None:
     _run(algorithm, task, 0)
     before = count_programs(rounds.advance)
     nudged = jax.tree.map(lambda a: a * 1.01 if isinstance(a, float) else a, algorithm)
@@ -131,42 +131,42 @@ def _one_trace_serves_all_seeds_and_settings(algorithm: Algorithm, task: Task) -
         )
 
 
-def _simulation_equals_message_passing(algorithm: Algorithm, task: Task) -> None:
+def _check_simulation_equals_message_passing(algorithm: Algorithm, task: Task) -> None:
     deployed, simulated = deploy(algorithm, task, 0, _choose_options(task)), _run(algorithm, task)
-    _same(_states(simulated), (deployed.server, deployed.clients), "message passing and simulation")
+    _check_same(_take_states(simulated), (deployed.server, deployed.clients), "message passing and simulation")
     for name, values in simulated[1].items():
         told = deployed.noted.get(name, np.zeros_like(values))
         if not np.allclose(values, told, rtol=1e-4, atol=1e-6):
             raise NonConforming(f"message passing and simulation: the note {name!r} differs; note numbers of the step")
 
 
-def _a_row_of_a_sweep_with_clients_in_turn_is_a_run(algorithm: Algorithm, task: Task) -> None:
+def _check_a_row_of_a_sweep_with_clients_in_turn_is_a_run(algorithm: Algorithm, task: Task) -> None:
     found = sweep([algorithm], task, [5, 0], _choose_options(task), client_axis="map")
     row, alone = jax.tree.map(lambda a: a[1], found.runs[0]), _run(algorithm, task)
     what = "a run with clients side by side and a row of a sweep with clients in turn"
-    _same(_states(alone), (row.server, row.clients), what)
-    _same(alone[1], {name: values[0, 1] for name, values in found.noted.items()}, f"the notes of {what}")
+    _check_same(_take_states(alone), (row.server, row.clients), what)
+    _check_same(alone[1], {name: values[0, 1] for name, values in found.noted.items()}, f"the notes of {what}")
 
 
-def _a_run_may_be_cut_into_pieces(algorithm: Algorithm, task: Task) -> None:
+def _check_a_run_may_be_cut_into_pieces(algorithm: Algorithm, task: Task) -> None:
     whole, cut = _run(algorithm, task), _run(algorithm, task, pieces=(1, ROUNDS - 1))
-    _same(_states(whole), _states(cut), "a run in one piece and in two")
+    _check_same(_take_states(whole), _take_states(cut), "a run in one piece and in two")
 
 
-def _the_order_of_clients_does_not_matter(algorithm: Algorithm, task: Task) -> None:
+def _check_the_order_of_clients_does_not_matter(algorithm: Algorithm, task: Task) -> None:
     order = np.roll(np.arange(task.clients), 1).tolist()
     mine = lambda a: None if a is None else np.asarray(a)[order]
     turned = dataclasses.replace(
         task, data=task.data.reorder(order), weights=mine(task.weights), local_steps=mine(task.local_steps)
     )
-    server, clients = _states(_run(algorithm, task))
-    other_server, other_clients = _states(_run(algorithm, turned))
+    server, clients = _take_states(_run(algorithm, task))
+    other_server, other_clients = _take_states(_run(algorithm, turned))
     hint = "the numbers depend on the order of the clients; use what a reply gets by ids, not by position"
-    _same(server, other_server, hint)
-    _same(jax.tree.map(lambda a: np.asarray(a)[order], clients), other_clients, hint)
+    _check_same(server, other_server, hint)
+    _check_same(jax.tree.map(lambda a: np.asarray(a)[order], clients), other_clients, hint)
 
 
-def _an_absent_client_does_not_spread_its_values(algorithm: Algorithm, task: Task) -> None:
+def _check_an_absent_client_does_not_spread_its_values(algorithm: Algorithm, task: Task) -> None:
     if task.clients < 2:
         return
     present = np.asarray(task.weights).copy()
@@ -178,10 +178,12 @@ def _an_absent_client_does_not_spread_its_values(algorithm: Algorithm, task: Tas
     spoiled = _run(algorithm, spoilt, begin=quiet)
     if int(spoiled[0].diverged) >= 0:
         raise NonConforming("a NaN of a client of weight zero stopped the run; only means may carry its values")
-    _same(_states(without), _states(spoiled), "runs with and without a NaN at a client that takes no part")
+    _check_same(
+        _take_states(without), _take_states(spoiled), "runs with and without a NaN at a client that takes no part"
+    )
 
 
-def _an_absent_client_keeps_what_belongs_to_its_own_point(algorithm: Algorithm, task: Task) -> None:
+def _check_an_absent_client_keeps_what_belongs_to_its_own_point(algorithm: Algorithm, task: Task) -> None:
     """An estimate that is corrected by differences must start from the point where it was made, not from where the
     others have gone meanwhile: `Algorithm.estimates` says what belongs together."""
     if type(algorithm).estimates is Algorithm.estimates:
@@ -192,7 +194,7 @@ def _an_absent_client_keeps_what_belongs_to_its_own_point(algorithm: Algorithm, 
     key = jax.random.key(0)
 
     def gap(client: Any, position: Any) -> Any:
-        at_work = make_client(task, only_client()._replace(position=position), Call(key, 0, run.server, 1.0))
+        at_work = make_client(task, make_only_participant()._replace(position=position), Call(key, 0, run.server, 1.0))
         found = algorithm.estimates(task.problem, algorithm.begin(run.server, client), make_draws(task, at_work, 0))
         relative = lambda a, b: jnp.max(jnp.abs(a - b)) / (1e-3 + jnp.max(jnp.abs(b)))
         return jnp.stack([jnp.where(there, relative(a, b), 0) for a, b, there in found]).max()
@@ -229,15 +231,15 @@ def _spoil(task: Task) -> Any:
 
 
 CHECKS: tuple[Callable[[Algorithm, Task], None], ...] = (
-    _settings_and_family_fit,
-    _shared_fields_come_from_exchanges_and_types_stay,
-    _uploads_lie_around_what_everybody_knows,
-    _cost_is_static,
-    _one_trace_serves_all_seeds_and_settings,
-    _the_order_of_clients_does_not_matter,
-    _simulation_equals_message_passing,
-    _a_row_of_a_sweep_with_clients_in_turn_is_a_run,
-    _a_run_may_be_cut_into_pieces,
-    _an_absent_client_does_not_spread_its_values,
-    _an_absent_client_keeps_what_belongs_to_its_own_point,
+    _check_settings_and_family_fit,
+    _check_shared_fields_come_from_exchanges_and_types_stay,
+    _check_uploads_lie_around_what_everybody_knows,
+    _check_cost_is_static,
+    _check_one_trace_serves_all_seeds_and_settings,
+    _check_the_order_of_clients_does_not_matter,
+    _check_simulation_equals_message_passing,
+    _check_a_row_of_a_sweep_with_clients_in_turn_is_a_run,
+    _check_a_run_may_be_cut_into_pieces,
+    _check_an_absent_client_does_not_spread_its_values,
+    _check_an_absent_client_keeps_what_belongs_to_its_own_point,
 )

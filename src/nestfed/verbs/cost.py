@@ -24,26 +24,26 @@ from nestfed.core.algorithm import Algorithm, Cohort
 from nestfed.core.jax_internals import drop_unused
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.engine.cohorts import chances_of, cohort_rule, expected_cohort
-from nestfed.engine.contract import Remembered, check_contract, check_match, kind_of
+from nestfed.engine.cohorts import find_chances, find_expected_cohort, make_cohort_rule
+from nestfed.engine.contract import Remembered, check_contract, check_match, find_kind
 from nestfed.engine.options import Changes, Options, make_options
 from nestfed.engine.steps import (
     START,
     Call,
     Exchange,
-    as_float,
+    convert_to_float,
     make_client,
-    no_notes,
-    only_client,
+    make_no_notes,
+    make_only_participant,
     run_round,
     take_step,
 )
 from nestfed.problems import ORACLE_KINDS
-from nestfed.uploads.privacy import CentralDP, Guarantee, Spending, guarantee_of, transforms_of
-from nestfed.uploads.transforms import Transform, upload_bytes
+from nestfed.uploads.privacy import CentralDP, Guarantee, Spending, find_guarantee, list_transforms
+from nestfed.uploads.transforms import Transform, count_upload_bytes
 
 _DRAWS, _MEAN, _QUESTION, _GATHER, _ORACLE = (
-    ("_draw_rows", "_all_rows"),
+    ("_draw_rows", "_take_all_rows"),
     "fed_mean",
     "fed_question",
     "fed_gather",
@@ -101,14 +101,14 @@ def measure(algorithm: Algorithm, task: Task, options: Options | None = None, **
     """
     check_match(algorithm, task)
     chosen = make_options(options, changes)
-    expected, transforms = expected_cohort(chosen.cohort, task.clients), transforms_of(chosen.uploads)
+    expected, transforms = find_expected_cohort(chosen.cohort, task.clients), list_transforms(chosen.uploads)
     size = task.clients if expected is None else max(1, round(expected))
-    kind = kind_of(algorithm, task, transforms), size
+    kind = find_kind(algorithm, task, transforms), size
     return _MEASURED.find(kind, lambda: _measure(algorithm, task, size, transforms))
 
 
 def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Transform, ...]) -> Cost:
-    place, key, notes = only_client(), jax.random.key(0), no_notes(check_contract(algorithm, task))
+    place, key, notes = make_only_participant(), jax.random.key(0), make_no_notes(check_contract(algorithm, task))
 
     def start(key):
         call = Call(key, jnp.asarray(-1), None, jnp.ones(()))
@@ -148,18 +148,18 @@ def find_spending(
     `weights` are those of several tasks that share the count, [tasks, clients]; None: the task's own.
     """
     chosen = make_options(options, changes)
-    guarantee: Guarantee | None = guarantee_of(chosen.uploads)
+    guarantee: Guarantee | None = find_guarantee(chosen.uploads)
     if guarantee is None:
         return None
     weights = np.atleast_2d(np.asarray(task.weights if weights is None else weights))
-    rule = cohort_rule(chosen.cohort, chosen.sampling, weights)
+    rule = make_cohort_rule(chosen.cohort, chosen.sampling, weights)
     ledger, repeatable = measure(algorithm, task, cohort=chosen.cohort), chosen.noise_seed is not None
     exchanges = ledger.start.exchanges, ledger.round.exchanges
     spent = Spending(guarantee, *exchanges, task.clients, repeatable=repeatable)
     if rule is None or not isinstance(guarantee, CentralDP) or ledger.round.exchanges == 0:
         return spent
     if rule.random_size:
-        chance = max(float(np.max(np.asarray(chances_of(own, rule)))) for own in weights)
+        chance = max(float(np.max(np.asarray(find_chances(own, rule)))) for own in weights)
         return dataclasses.replace(spent, cohort=rule.size, chance=chance)
     # Of a fixed number: that another client is there tells that one is not. The proof is for clients that are drawn
     # alike (with unequal weights the noise tells who took part) and that keep nothing from round to round.
@@ -172,7 +172,7 @@ def _mark_exchanges(size: int) -> Exchange:
     """Exchanges that leave a mark in the program: its inputs are the question, its outputs the answer."""
 
     def fed_mean(tree):
-        return jax.tree.map(lambda a: as_float(a) * 1, tree)  # an output of its own, even if it is not used
+        return jax.tree.map(lambda a: convert_to_float(a) * 1, tree)  # an output of its own, even if it is not used
 
     def fed_question(tree):  # apart from the answer: a reply closes over what the server has, and nobody sends that
         return jax.tree.map(jnp.copy, tree)
@@ -215,10 +215,10 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str, uplo
         if name in (_MEAN, _GATHER):
             counts["exchanges"] += times
             counts["gathers"] += times * (name == _GATHER)
-            counts["up"] += times * _nbytes(equation.invars, uploads) * (name == _MEAN)
-            counts["down"] += times * _nbytes(equation.outvars)
+            counts["up"] += times * _count_bytes(equation.invars, uploads) * (name == _MEAN)
+            counts["down"] += times * _count_bytes(equation.outvars)
         elif name == _QUESTION:
-            counts["up"] += times * _nbytes(equation.invars, uploads)
+            counts["up"] += times * _count_bytes(equation.invars, uploads)
         elif name in _DRAWS:
             counts["samples"] += times * equation.outvars[0].aval.shape[0]
         elif name.startswith(_ORACLE):
@@ -244,5 +244,5 @@ def _count(jaxpr: Any, times: int, counts: collections.Counter, where: str, uplo
                     _count(getattr(inner, "jaxpr", inner), times * turns, counts, where, uploads)
 
 
-def _nbytes(variables: Any, uploads: tuple[Transform, ...] = ()) -> int:
-    return sum(upload_bytes(uploads, v.aval.size, v.aval.dtype.itemsize) for v in variables)
+def _count_bytes(variables: Any, uploads: tuple[Transform, ...] = ()) -> int:
+    return sum(count_upload_bytes(uploads, v.aval.size, v.aval.dtype.itemsize) for v in variables)

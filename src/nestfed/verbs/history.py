@@ -26,7 +26,7 @@ class Rise(NamedTuple):
         )
 
 
-def rise_of(history: Mapping[str, np.ndarray], metric: str | None, output: str = "last") -> Rise | None:
+def find_rise(history: Mapping[str, np.ndarray], metric: str | None, output: str = "last") -> Rise | None:
     """How much the objective of a run rose, if it did; the output rule "best" may have kept a good state."""
     values = np.asarray(history.get(metric or "", ()), float)
     if values.ndim != 1 or len(values) < 2 or output == "best":
@@ -64,7 +64,7 @@ class History:
 
     @classmethod
     def restore(cls, arrays: dict[str, np.ndarray]) -> "History":
-        """From what `arrays` gave."""
+        """From what `list_arrays` gave."""
         history = cls()
         history._noted = {name.removeprefix(NOTED): [a] for name, a in arrays.items() if name.startswith(NOTED)}
         history._participants = [arrays["participants"]]
@@ -98,7 +98,7 @@ class History:
     def has(self, round: int) -> bool:
         return bool(self._rounds) and self._rounds[-1] == round
 
-    def latest(self) -> dict[str, np.ndarray]:
+    def find_latest(self) -> dict[str, np.ndarray]:
         """The last evaluation."""
         return {name: column[-1] for name, column in self.evaluations().items() if name != "round" and len(column)}
 
@@ -116,7 +116,7 @@ class History:
         """What steps noted: the sum over those who took part and how many numbers that are, round by round."""
         return {name: np.concatenate([np.zeros((0, 2)), *parts]) for name, parts in self._noted.items()}
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def list_arrays(self) -> dict[str, np.ndarray]:
         """All of it, for a checkpoint."""
         noted = {f"{NOTED}{name}": values for name, values in self.noted().items()}
         return self.evaluations() | noted | {"participants": self.participants()}

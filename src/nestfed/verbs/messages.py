@@ -29,16 +29,16 @@ import numpy as np
 from nestfed.core.algorithm import Algorithm, Cohort, Fed, reply_with_all
 from nestfed.core.identity import identify
 from nestfed.core.jax_internals import NotCommonError, drop_unused, prove_common
-from nestfed.core.noise import check_secret, fresh_key, key_of_bytes, noise_key, repeatable_key
+from nestfed.core.noise import check_secret, convert_to_key, draw_fresh_key, make_noise_key, make_repeatable_key
 from nestfed.core.randomness import METRICS, fold
 from nestfed.core.rows import Rows
 from nestfed.core.scaled import LOWEST, Scaled, is_scaled
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, Seed
-from nestfed.engine.cohorts import chances_of
+from nestfed.engine.cohorts import find_chances
 from nestfed.engine.contract import check_match
-from nestfed.engine.options import Changes, Options, as_key, make_options
+from nestfed.engine.options import Changes, Options, make_key, make_options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.engine.rounds import call_up
 from nestfed.engine.steps import START as FIRST_STEP
@@ -49,19 +49,19 @@ from nestfed.engine.steps import (
     Notes,
     Step,
     add_notes,
-    as_float,
-    largest_share,
+    convert_to_float,
+    find_largest_share,
+    list_steps,
     make_client,
+    make_only_participant,
     make_shared_key,
+    make_treatment,
     make_words,
-    only_client,
     replay,
     step_alone,
-    steps_of,
     take_step,
-    treatment_of,
 )
-from nestfed.uploads.privacy import Uploads, transforms_of
+from nestfed.uploads.privacy import Uploads, list_transforms
 
 START = -1  # the round in which clients initialise
 
@@ -195,9 +195,9 @@ class Outline(NamedTuple):
     needs_last: bool  # does what a client keeps depend on the answer to its last question?
 
 
-def list_steps(algorithm: Algorithm, round: int) -> list[Step]:
+def list_steps_at(algorithm: Algorithm, round: int) -> list[Step]:
     """The steps of a round in order, or that of the start."""
-    return [FIRST_STEP] if round == START else steps_of(algorithm)
+    return [FIRST_STEP] if round == START else list_steps(algorithm)
 
 
 def outline_round(
@@ -208,15 +208,15 @@ def outline_round(
     first = _find_shapes(algorithm, task, key)
     server = None if round == START else algorithm.part(first, "shared", "server")
     local = algorithm.part(first, "local")
-    steps = list_steps(algorithm, round)
+    steps = list_steps_at(algorithm, round)
     state = None if round == START else jax.eval_shape(algorithm.begin, server, local)
     questions: list[Question] = []
     structures = []
     last: tuple[int, Any, list[Any]] | None = None  # the step of the last question, its state, the answers before it
 
     def attempt(index, server, state, known, on_ask=lambda ask, call, place: None):
-        call = Call(key, jnp.asarray(round), server, jnp.ones(()), uploads, fresh_key() if uploads else None)
-        place = only_client()
+        call = Call(key, jnp.asarray(round), server, jnp.ones(()), uploads, draw_fresh_key() if uploads else None)
+        place = make_only_participant()
         try:
             return take_step(algorithm, task, steps[index], state, make_client(task, place, call), call, replay(known))
         except Ask as ask:
@@ -261,7 +261,7 @@ def outline_round(
 
 def _shape_answer(ask: Ask, call: Call, step: Step, clients: int) -> list[Any]:
     if ask.reply is None:
-        return [as_float(leaf) for leaf in jax.tree.leaves(ask.tree)]
+        return [convert_to_float(leaf) for leaf in jax.tree.leaves(ask.tree)]
     values = jax.tree.map(lambda a: jnp.zeros((clients, *jnp.shape(a)), jnp.result_type(a)), ask.tree)
     cohort = Cohort(jnp.zeros(clients, jnp.int32), jnp.ones(clients))
     return jax.tree.leaves(ask.reply(values, cohort, jnp.asarray(0), make_shared_key(call, step.index)))
@@ -271,7 +271,7 @@ def _shape_answer(ask: Ask, call: Call, step: Step, clients: int) -> list[Any]:
 def _attempt(algorithm: Algorithm, task: Task, step: Step, index, state, call: Call, answers):
     """Run one step of the task's only client as far as the known answers allow: {"ask": leaves}, or {"done": State,
     "notes": what it noted}. `step` is static and has no index: that is a number."""
-    client = make_client(task, only_client(jnp.asarray(task.data.ids)[0]), call)
+    client = make_client(task, make_only_participant(jnp.asarray(task.data.ids)[0]), call)
     try:
         own = step._replace(index=index)
         state, notes = take_step(algorithm, task, own, state, client, call, replay(answers))
@@ -292,7 +292,7 @@ def _hide(tree: Any) -> Any:
     return jax.tree.map(nothing, tree)
 
 
-def _host(leaves: Any) -> Leaves:
+def _move_to_host(leaves: Any) -> Leaves:
     return [np.asarray(leaf) for leaf in leaves]
 
 
@@ -350,14 +350,14 @@ class Node:
         if task.clients != 1:
             raise UserError(f"a node holds one client's rows; the task has {task.clients} clients.")
         check_match(algorithm, task)
-        self.algorithm, self.task, self.key = algorithm, task, as_key(seed)
-        self.uploads, self.mask, self.noting, self.gathers_rows = transforms_of(uploads), mask, noting, gathers_rows
+        self.algorithm, self.task, self.key = algorithm, task, make_key(seed)
+        self.uploads, self.mask, self.noting, self.gathers_rows = list_transforms(uploads), mask, noting, gathers_rows
         self.store: Store = Memory() if store is None else store
         self._kept = self.store.load()
         self._noise = self._test_noise = None
         if any(transform.noisy and transform.changes("apply") for transform in self.uploads):
             if noise_seed is not None:
-                self._test_noise = repeatable_key(noise_seed, self.key)
+                self._test_noise = make_repeatable_key(noise_seed, self.key)
             elif secret is None:
                 raise UserError(
                     "uploads= was given with noise and without secret=: the run's seed is no secret, whoever knows it "
@@ -415,7 +415,7 @@ class Node:
             )
         answer = since.answer
         if answer is None:
-            answer = _host(jax.tree.leaves(_hide(self._outline(since.round).questions[-1].answers)))
+            answer = _move_to_host(jax.tree.leaves(_hide(self._outline(since.round).questions[-1].answers)))
         self._go_on(dataclasses.replace(work, answers=[*work.answers, answer]))
 
     def client(self, since: Standing | None = None) -> Any:
@@ -457,7 +457,7 @@ class Node:
             raise ProtocolError(
                 "the metrics of this task gather values of single rows, and this site does not allow that."
             )
-        return _host(out["ask"]) if "ask" in out else None
+        return _move_to_host(out["ask"]) if "ask" in out else None
 
     @staticmethod
     def _place_of(inspection: tuple[Ticket, list[Leaves]]) -> tuple[int, int, int]:
@@ -493,10 +493,10 @@ class Node:
 
     def _go_on(self, work: _Work) -> Leaves | None:
         """As far as the answers allow: the next question, or None when the round is over."""
-        program = list_steps(self.algorithm, work.round)
+        program = list_steps_at(self.algorithm, work.round)
         noise = self._test_noise if work.noise is None else work.noise
         if noise is None and self._noise is not None:
-            noise = fresh_key()  # of an upload that has been sent: nobody sees this one
+            noise = draw_fresh_key()  # of an upload that has been sent: nobody sees this one
         share = jnp.asarray(work.share, float)
         call = Call(self.key, jnp.asarray(work.round), work.server, share, self.uploads, noise)
         state, answers = work.state, work.answers
@@ -509,7 +509,7 @@ class Node:
                 )
                 if self._keeps_state and self._work.exchange == len(self._outline(work.round).questions):
                     self._kept["frame"] = self._freeze(self._work)
-                return self._hide_upload(work, _host(out["ask"]))
+                return self._hide_upload(work, _move_to_host(out["ask"]))
             state, answers = out["done"], []
             if work.round != START and self.noting:
                 self._notes[work.round] = add_notes(self._notes.get(work.round, {}), out["notes"])
@@ -534,7 +534,7 @@ class Node:
         if before is not None:
             self._kept["client before"] = before
         local = self.algorithm.part(state, "local")
-        self._kept["client"] = [np.asarray([work.round, work.attempt]), *_host(jax.tree.leaves(local))]
+        self._kept["client"] = [np.asarray([work.round, work.attempt]), *_move_to_host(jax.tree.leaves(local))]
 
     def _find_kept(self, since: Standing) -> Leaves | None:
         tag = [since.round, since.attempt]
@@ -548,7 +548,7 @@ class Node:
         server = jax.tree.leaves(work.server)
         numbers = np.asarray([work.round, work.attempt, work.exchange, work.index, *since, *counts])
         arrays = [*server, *jax.tree.leaves(work.state), *(leaf for answer in work.answers for leaf in answer)]
-        return [numbers, np.asarray(work.share), *_host(arrays)]
+        return [numbers, np.asarray(work.share), *_move_to_host(arrays)]
 
     def _recall(self, since: Standing) -> _Work | None:
         """That round, if it waits for its last answer here."""
@@ -637,7 +637,8 @@ class _NoiseBook:
         if int(heard[0][0]) < ticket.round:
             heard = [np.asarray([ticket.round])]
         told = self._hash(
-            heard[ticket.exchange].tobytes(), *_bytes_of((ticket.share, ticket.server, ticket.since, ticket.answer))
+            heard[ticket.exchange].tobytes(),
+            *_convert_to_bytes((ticket.share, ticket.server, ticket.since, ticket.answer)),
         )
         if len(heard) > ticket.exchange + 1 and heard[ticket.exchange + 1].tobytes() != told:
             raise ProtocolError(
@@ -651,7 +652,7 @@ class _NoiseBook:
 
     def key(self, told: bytes, state: Any) -> Array:
         """The key for the answer to what was told, given what the node holds."""
-        return key_of_bytes(self._hash(b"noise", told, *_bytes_of(state)))
+        return convert_to_key(self._hash(b"noise", told, *_convert_to_bytes(state)))
 
     def _hash(self, *parts: bytes) -> bytes:
         code = hmac.new(self.secret, self.about, hashlib.sha256)
@@ -660,14 +661,14 @@ class _NoiseBook:
         return code.digest()
 
 
-def _bytes_of(tree: Any) -> list[bytes]:
+def _convert_to_bytes(tree: Any) -> list[bytes]:
     return [np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 # ------------------------------------------------------------------------------------------------- the server
 
 
-def without_rows(task: Task) -> Task:
+def remove_rows(task: Task) -> Task:
     """The task as the server knows it: problem, starting point, shapes and who there is, with one row of NaN in place
     of everybody's data."""
     hide = lambda a: np.full_like(a, np.nan) if np.issubdtype(a.dtype, np.floating) else np.zeros_like(a)
@@ -717,8 +718,8 @@ class Server:
         sums: Sums | None = None,
         noting: bool = False,
     ):
-        self.algorithm, self.task, self.key = algorithm, without_rows(task), as_key(seed)
-        self.uploads, self.noise_seed, self.sums = transforms_of(uploads), noise_seed, sums
+        self.algorithm, self.task, self.key = algorithm, remove_rows(task), make_key(seed)
+        self.uploads, self.noise_seed, self.sums = list_transforms(uploads), noise_seed, sums
         self.noting = noting
         self._first = _find_shapes(algorithm, self.task, self.key)
         self._hidden = _hide(algorithm.part(self._first, "local"))
@@ -746,11 +747,11 @@ class Server:
         if position is not None and not members and expected is None:
             return position
         outline, attempt = self._outline(round, len(members)), secrets.randbits(62)
-        noise = noise_key(self.noise_seed, self.key)
+        noise = make_noise_key(self.noise_seed, self.key)
         unknown = jnp.full((), jnp.nan)  # a client's share is its own
         call = Call(self.key, jnp.asarray(round), server, unknown, self.uploads, noise, expected)
         tickets = self._call_up(round, attempt, position, members, expected)
-        log: list[list[Leaves]] = [[] for _ in list_steps(self.algorithm, round)]
+        log: list[list[Leaves]] = [[] for _ in list_steps_at(self.algorithm, round)]
         replies: dict[int, Leaves] = {}
         for exchange, question in enumerate(outline.questions):
             known = log[question.step.index]
@@ -865,9 +866,9 @@ class Server:
         if question.plain and not call.uploads:
             return [np.asarray(total / np.asarray(whole, total.dtype)) for total in sums]
         items = jax.tree.structure(question.tree(question.answers), is_leaf=is_scaled)
-        largest = largest_share(weights, call.expected)
+        largest = find_largest_share(weights, call.expected)
         settled = _settle(jax.tree.unflatten(items, sums), whole, largest, call, question.step.index, question.number)
-        return _host(settled)
+        return _move_to_host(settled)
 
     def _reply(
         self,
@@ -892,10 +893,10 @@ class Server:
             ids,
             weights,
         )
-        common = _host(common)
+        common = _move_to_host(common)
         if replies is None:
             return common, dict.fromkeys(members, common)
-        replies = _host(replies)
+        replies = _move_to_host(replies)
         return common, {i: [leaf[slot] for leaf in replies] for slot, i in enumerate(sorted(arrived))}
 
     def _reply_metrics(
@@ -912,7 +913,7 @@ class Server:
         )
         if replies is not None:
             raise UserError("a metric gathers values and has an answer for each client, which no server can send.")
-        return _host(common)
+        return _move_to_host(common)
 
     def _lay(
         self, question: Question, arrived: Mapping[int, Leaves], members: Mapping[int, Member]
@@ -943,7 +944,7 @@ class Server:
         return asked[0] if asked else None
 
     def _find_shared(self, round: int, server: Any, call: Call, log: list[list[Leaves]]) -> Any:
-        steps = tuple(list_steps(self.algorithm, round))
+        steps = tuple(list_steps_at(self.algorithm, round))
         new = _replay_round(self.algorithm, self.task, steps, server, self._hidden, call, log)
         for name, value in zip(new._fields, new, strict=True):
             if value is None or all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves(value)):
@@ -1003,14 +1004,14 @@ def _settle(sums, whole, largest, call: Call, index, number: int):
         return sum / jnp.asarray(whole, sum.dtype)
 
     mean = jax.tree.map(divide, sums, is_leaf=is_scaled)
-    treatment = treatment_of(call, index, number)
+    treatment = make_treatment(call, index, number)
     return jax.tree.leaves(mean if treatment is None else treatment(mean, largest))
 
 
 @functools.partial(jax.jit, static_argnames=("step",))
 def _answer_gather(algorithm, task, step: Step, index, state, call, known, values, ids, weights):
     """(common answer, one answer per client or None) to the gather that this step asks for next."""
-    client = make_client(task, only_client(), call)
+    client = make_client(task, make_only_participant(), call)
     try:
         take_step(algorithm, task, step._replace(index=index), state, client, call, replay(known))
     except Ask as ask:
@@ -1103,7 +1104,7 @@ def deploy(
     central = Server(algorithm, task, seed, uploads=chosen.uploads, noise_seed=chosen.noise_seed, noting=True)
     everybody = {i: Member(weight) for i, weight in zip(ids, weight_of, strict=True)}
     position = central.serve(START, None, everybody, send)
-    chances = chances_of(task.weights, plan.cohort)
+    chances = find_chances(task.weights, plan.cohort)
     noted: list[Notes] = [{} for _ in range(chosen.need_rounds())]
     for round in range(chosen.need_rounds()):
         members, expected = choose_members(inputs, position.server, round, chances, plan)

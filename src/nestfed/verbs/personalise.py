@@ -2,7 +2,7 @@
 
     PersonalTask   records how well every client's model does on that client's own rows, put aside or not
     fine_tune     a model after some steps on a client's rows: FedAvg with fine-tuning, the end of FedBABU
-    model_of, predict      a chosen client's model, and what it answers
+    find_model, predict    a chosen client's model, and what it answers
     adapt          a client that was not there in training learns its own part; the server does not change
 
 The model of a client is (u, v), extractor and head, in the State of every method: the client's own where it has one,
@@ -23,7 +23,7 @@ from nestfed.core.rows import ClientRows, Rows
 from nestfed.core.settings import UserError, setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree, Seed
-from nestfed.engine.options import as_key, check_positive
+from nestfed.engine.options import check_positive, make_key
 from nestfed.problems import Personalised
 from nestfed.verbs.simulation import Result, advance, start
 
@@ -115,16 +115,16 @@ class PersonalTask(Task):
         parts, data = self.parts(data), self.training_rows(data)
         own = {}
         for part, rows in parts.items():
-            own |= self._worth(part, u, v, rows, fed.key)
+            own |= self._measure_worth(part, u, v, rows, fed.key)
         if self.fine_tune_steps:
             settings: dict[str, Any] = {"lr": self.fine_tune_lr, "what": self.fine_tune, "batch_size": self.batch_size}
             tuned = fine_tune(self.problem, u, v, data, fed.key, steps=self.fine_tune_steps, **settings)
             for part, rows in parts.items():
-                own |= self._worth(f"tuned_{part}", *tuned, rows, fed.key)
+                own |= self._measure_worth(f"tuned_{part}", *tuned, rows, fed.key)
         own |= self._inside(server, client, u, data, fed.key)
-        return self._summary(fed.gather(own))
+        return self._summarise(fed.gather(own))
 
-    def _worth(self, part: str, u: Array, v: Array, rows: ClientRows, key: Array) -> dict[str, Array]:
+    def _measure_worth(self, part: str, u: Array, v: Array, rows: ClientRows, key: Array) -> dict[str, Array]:
         """Loss and accuracy of a model on these rows."""
         problem = self.problem
 
@@ -135,7 +135,7 @@ class PersonalTask(Task):
             outputs = problem.answers(head, z, key)
             if outputs.ndim == 2 and jnp.issubdtype(labels.dtype, jnp.integer):
                 each["accuracy"] = outputs.argmax(1) == labels
-            return {f"{part}_{name}": _mean(values, weights) for name, values in each.items()}
+            return {f"{part}_{name}": _average(values, weights) for name, values in each.items()}
 
         found = rows.pass_over(of_block, rows_at_once=self.rows_at_once)
         return {name: jnp.where(rows.size > 0, value, jnp.nan) for name, value in found.items()}
@@ -151,30 +151,30 @@ class PersonalTask(Task):
             if center is not None:
                 common = problem.features(problem.tree(0, center), inputs, key)
                 each["representation_distance"] = jax.vmap(lambda a, b: problem.reg(a[None], b[None]))(z, common)
-            return {name: _mean(values, weights) for name, values in each.items()}
+            return {name: _average(values, weights) for name, values in each.items()}
 
         values = rows.pass_over(of_block, rows_at_once=self.rows_at_once)
         if center is not None:
             values["center_distance"] = jnp.linalg.norm(u - center)
         return values
 
-    def _summary(self, everyone: dict[str, Array]) -> dict[str, Array]:
+    def _summarise(self, everyone: dict[str, Array]) -> dict[str, Array]:
         summary = {}
         for name, values in everyone.items():
             # A client without rows in a part has no value there.
             weights = jnp.where(jnp.isnan(values), 0, jnp.asarray(self.weights).astype(values.dtype))
             summary[name] = jnp.vdot(weights, jnp.where(weights > 0, values, 0)) / weights.sum()
             if name.endswith("_accuracy"):
-                summary |= {f"{name}_{what}": value for what, value in spread(values, weights > 0).items()}
+                summary |= {f"{name}_{what}": value for what, value in measure_spread(values, weights > 0).items()}
         return summary
 
 
-def _mean(values: Array, weights: Array | None) -> Array:
+def _average(values: Array, weights: Array | None) -> Array:
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     return jnp.mean(values) if weights is None else jnp.vdot(weights.astype(values.dtype), values)
 
 
-def spread(values: Array, present: Array) -> dict[str, Array]:
+def measure_spread(values: Array, present: Array) -> dict[str, Array]:
     """How the values of those present differ: deviation, lowest, worst decile and median (linear between values)."""
     number = present.sum()
     ordered = jnp.sort(jnp.where(present, values, jnp.inf))
@@ -193,25 +193,26 @@ def spread(values: Array, present: Array) -> dict[str, Array]:
 # ------------------------------------------------------------------------------------------------- after training
 
 
-def model_of(result: Result, client: int) -> tuple[PyTree, PyTree]:
+def find_model(result: Result, client: int) -> tuple[PyTree, PyTree]:
     """(extractor, head) with which the client of this id predicts, as the user's own parameter trees."""
     ids = np.asarray(result.task.data.ids).tolist()
     if client not in ids:
         raise UserError(
-            f"client {client!r} was given; the run has the clients {_some(ids)}. A new one learns its model by `adapt`."
+            f"client {client!r} was given; the run has the clients {_list_some(ids)}. A new one learns its model by "
+            "`adapt`."
         )
     own = jax.tree.map(lambda a: a[ids.index(client)], result.clients)
     u, v = result.task.problem.model_of(result.output, own)
     return result.task.problem.tree(0, u), result.task.problem.tree(1, v)
 
 
-def _some(ids: list[int]) -> str:
+def _list_some(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:5])) + (f", ... ({len(ids)} in all)" if len(ids) > 5 else "")
 
 
 def predict(result: Result, client: int, inputs: PyTree, *, seed: Seed = 0) -> Array:
     """What the model of the client of this id answers; the seed matters where the answer is random."""
-    (u, v), problem, key = model_of(result, client), result.task.problem, as_key(seed)
+    (u, v), problem, key = find_model(result, client), result.task.problem, make_key(seed)
     return problem.answers(v, problem.features(u, inputs, key), key)
 
 

@@ -26,11 +26,11 @@ from nestfed.engine.devices import find_blocks
 from nestfed.engine.options import Changes, Options, make_options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.engine.rounds import Plan, Run, begin_all, call_up, is_finite, make_collective
-from nestfed.engine.steps import Call, Exchange, Inputs, Step, make_client, steps_of, take_step
+from nestfed.engine.steps import Call, Exchange, Inputs, Step, list_steps, make_client, take_step
 from nestfed.uploads import privacy
 from nestfed.uploads.privacy import Spending
 from nestfed.verbs import checkpoints, cost
-from nestfed.verbs.history import History, check_select, rise_of
+from nestfed.verbs.history import History, check_select, find_rise
 from nestfed.verbs.notebook import show_history
 from nestfed.verbs.progress import Progress
 
@@ -130,7 +130,7 @@ def advance(
         first = int(run.round)
         run, rows = programs.advance(run, first, min(end - first, rounds.CAPACITY))
         history.extend(rows, first, int(run.round) - first, chosen.evaluate_every)
-    return programs.collect(run), history.arrays()
+    return programs.collect(run), history.list_arrays()
 
 
 def evaluate(
@@ -251,7 +251,7 @@ class _Work:
             self.run = programs.start()
             self.check_divergence()
             self.evaluate_now()
-        check_select(self.options.select, self.history.latest())
+        check_select(self.options.select, self.history.find_latest())
         self.tell()
 
     def tell(self) -> None:
@@ -284,7 +284,7 @@ class _Work:
             self.history.extend(rows, first, self.done - first, self.options.evaluate_every, self.measure_epsilon)
             self.tell()
             self.check_divergence()
-            bar.update(self.done, speed, self.history.latest() | self.measure_epsilon(self.done))
+            bar.update(self.done, speed, self.history.find_latest() | self.measure_epsilon(self.done))
             due = self.done % every == 0 if every else time.monotonic() - saved_at > 30
             # By the first process's clock, and for a signal that any of them got.
             piece, due, stop = processes.decide(piece, due, interrupts.pending)
@@ -314,7 +314,7 @@ class _Work:
         if self.options.file:
             run = self.programs.collect(self.run)
             if processes.is_first():
-                checkpoints.save(self.options.file, self.identity, run, self.history.arrays())
+                checkpoints.save(self.options.file, self.identity, run, self.history.list_arrays())
 
     def result(self) -> Result:
         history, inputs = self.history.evaluations(), self.programs.inputs
@@ -337,7 +337,7 @@ class _Work:
         remarks += privacy.find_remarks(history, self.spending, self.rounds)
         if self.options.noise_seed is not None and any(t.noisy for t in self.programs.inputs.uploads):
             remarks.append("the noise was drawn from noise_seed, which is for tests: it protects nobody.")
-        rise = rise_of(history, task.minimised, plan.output)
+        rise = find_rise(history, task.minimised, plan.output)
         return (*remarks, *(() if rise is None else (rise.remark,)))
 
 
@@ -374,12 +374,12 @@ def _find_cause(inputs: Inputs, run: Run, plan: Plan) -> tuple[str, int, str, in
         field = _find_bad_field(run.server) or _find_bad_field(run.clients) or "state"
         return f"{name} starts from a non-finite {field}; check the data and the starting point.", 0, field, None
 
-    chances = cohorts.chances_of(task.weights, plan.cohort)
+    chances = cohorts.find_chances(task.weights, plan.cohort)
     participants, call = call_up(inputs, run.server, jnp.asarray(round), chances, plan)
     present = np.asarray(participants.weight > 0)
     clients = jax.tree.map(lambda a: a[participants.position], run.clients)
     states = begin_all(algorithm, run.server, clients, participants.slot.size)
-    for step in steps_of(algorithm):
+    for step in list_steps(algorithm):
         states, spoke_well = _watch_step(inputs, step._replace(index=None), call, step.index, states, participants)
         healthy = np.asarray(jax.vmap(is_finite)(states))
         # Who sent something non-finite, or else, who became non-finite alone.

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from nestfed.core.algorithm import Algorithm
-from nestfed.core.noise import noise_key
+from nestfed.core.noise import make_noise_key
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree, Seed
 from nestfed.engine import rounds
-from nestfed.engine.options import Changes, Options, as_key, make_options
+from nestfed.engine.options import Changes, Options, make_key, make_options
 from nestfed.engine.planning import make_plan
 from nestfed.engine.rounds import CAPACITY, Plan, Run
 from nestfed.engine.steps import Inputs
 from nestfed.uploads import privacy
-from nestfed.uploads.privacy import Spending, transforms_of
+from nestfed.uploads.privacy import Spending, list_transforms
 from nestfed.uploads.transforms import Transform
 from nestfed.verbs import cost
 from nestfed.verbs.history import average_notes, check_select
@@ -86,7 +86,7 @@ def sweep(
     rounds = min(group.count_rounds(chosen.need_rounds()) for group in groups)
 
     batch = jax.device_put(batch)  # once, not for every piece of every sweep
-    keys = jnp.stack([as_key(seed) for seed in seeds])
+    keys = jnp.stack([make_key(seed) for seed in seeds])
     parts: list[_Part] = []
     with Progress(chosen.title or "sweep", rounds * len(groups), 0, chosen.progress) as bar:
         for g, group in enumerate(groups):
@@ -100,13 +100,13 @@ def sweep(
         history={"round": parts[0].when} | {name: join([part.history[name] for part in parts]) for name in names},
         diverged=join([np.asarray(part.run.diverged) for part in parts]),
         participants=join([part.participants for part in parts]),
-        noted={name: join([part.noted[name] for part in parts]) for name in _common_names(parts)},
+        noted={name: join([part.noted[name] for part in parts]) for name in _list_common_names(parts)},
         runs=[jax.tree.map(lambda a, row=row: a[row], parts[g].run) for g, row in _find_rows(groups, len(settings))],
         spending=[groups[g].spending for g, _ in _find_rows(groups, len(settings))],
     )
 
 
-def _common_names(parts: Sequence["_Part"]) -> list[str]:
+def _list_common_names(parts: Sequence["_Part"]) -> list[str]:
     return [name for name in parts[0].noted if all(name in part.noted for part in parts)]
 
 
@@ -144,9 +144,9 @@ class _Group:
     ) -> _Part:
         number = lambda a: jnp.asarray(a, jnp.result_type(float) if isinstance(a, float) else None)
         stacked = jax.tree.map(lambda *a: jnp.stack([number(v) for v in a]), *self.pairs)
-        noise = jnp.stack([jnp.stack([noise_key(options.noise_seed, key) for key in keys]) for _ in self.members])
+        noise = jnp.stack([jnp.stack([make_noise_key(options.noise_seed, key) for key in keys]) for _ in self.members])
         inputs = _Stack(
-            stacked, batch, keys, noise, jnp.asarray(float(options.dropout)), transforms_of(options.uploads)
+            stacked, batch, keys, noise, jnp.asarray(float(options.dropout)), list_transforms(options.uploads)
         )
         plan = self.plan
         run = _start(inputs, plan)
@@ -179,7 +179,7 @@ def _group(settings: Sequence[Any], tasks: Sequence[Task], options: Options) -> 
     pairs = [setting if isinstance(setting, tuple) else (setting, None) for setting in settings]
     layouts = first.problem.layouts
     pairs = [(a, p if p is None else dataclasses.replace(p, layouts=layouts)) for a, p in pairs]
-    plans = [make_plan(a, _with_problem(first, p), options, weights=weights) for a, p in pairs]
+    plans = [make_plan(a, _replace_problem(first, p), options, weights=weights) for a, p in pairs]
     found: dict[Any, list[int]] = {}
     for i, pair in enumerate(pairs):
         found.setdefault(jax.tree.structure(pair), []).append(i)
@@ -187,7 +187,7 @@ def _group(settings: Sequence[Any], tasks: Sequence[Task], options: Options) -> 
     for members in found.values():
         algorithm, problem = pairs[members[0]]
         plan = plans[members[0]]
-        spending = cost.find_spending(algorithm, _with_problem(first, problem), options, weights=weights)
+        spending = cost.find_spending(algorithm, _replace_problem(first, problem), options, weights=weights)
         groups.append(_Group(members, [pairs[i] for i in members], plan, spending))
     return groups
 
@@ -248,7 +248,7 @@ class _TaskBatch:
     @classmethod
     def share(cls, task: Task) -> "_TaskBatch":
         """One task for all seeds."""
-        return cls(columns=task.data.columns, tasks=_without_columns(task), own=False)
+        return cls(columns=task.data.columns, tasks=_remove_columns(task), own=False)
 
     @classmethod
     def join(cls, tasks: Sequence[Task], seeds: int) -> "_TaskBatch":
@@ -260,7 +260,7 @@ class _TaskBatch:
         sizes = [jax.tree.leaves(pool)[0].shape[0] if jax.tree.leaves(pool) else 0 for pool in pools.values()]
         starts = dict(zip(pools, np.cumsum(sizes) - sizes, strict=True))
         shift = lambda t: dataclasses.replace(
-            _without_columns(t),
+            _remove_columns(t),
             data=dataclasses.replace(
                 t.data, columns=None, offsets=np.asarray(t.data.offsets + starts[id(t.data.columns)], np.int32)
             ),
@@ -273,7 +273,7 @@ class _TaskBatch:
 
     def complete(self, task: Task, problem: Any) -> Task:
         """One seed's task with the common pool, and with a setting's own problem if it has one."""
-        return _with_problem(
+        return _replace_problem(
             dataclasses.replace(task, data=dataclasses.replace(task.data, columns=self.columns)), problem
         )
 
@@ -283,7 +283,7 @@ def share_shapes(tasks: Sequence[Task]) -> list[Task]:
     more than numbers."""
     largest = max(task.data.largest for task in tasks)
     tasks = [dataclasses.replace(t, data=dataclasses.replace(t.data, largest=largest)) for t in tasks]
-    shapes = lambda task: [(np.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(_without_columns(task))]
+    shapes = lambda task: [(np.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(_remove_columns(task))]
     for i, task in enumerate(tasks):
         if shapes(task) != shapes(tasks[0]) or jax.tree.structure(task) != jax.tree.structure(tasks[0]):
             raise UserError(
@@ -293,11 +293,11 @@ def share_shapes(tasks: Sequence[Task]) -> list[Task]:
     return tasks
 
 
-def _without_columns(task: Task) -> Task:
+def _remove_columns(task: Task) -> Task:
     return dataclasses.replace(task, data=dataclasses.replace(task.data, columns=None))
 
 
-def _with_problem(task: Task, problem: Any) -> Task:
+def _replace_problem(task: Task, problem: Any) -> Task:
     return task if problem is None else dataclasses.replace(task, problem=problem)
 
 
@@ -320,12 +320,12 @@ class _Stack(NamedTuple):
             return function(Inputs(algorithm, task, key, noise, self.dropout, self.uploads), *own)
 
         more = (0,) * (1 + len(own))
-        over_seeds = _along(len(self.keys), one, (None, 0 if self.batch.own else None, 0, *more))
-        over_settings = _along(len(self.noise), over_seeds, (0, None, None, *more))
+        over_seeds = _map_along(len(self.keys), one, (None, 0 if self.batch.own else None, 0, *more))
+        over_settings = _map_along(len(self.noise), over_seeds, (0, None, None, *more))
         return over_settings(self.settings, self.batch.tasks, self.keys, self.noise, *own)
 
 
-def _along(length: int, function: Callable, axes: tuple[int | None, ...]) -> Callable:
+def _map_along(length: int, function: Callable, axes: tuple[int | None, ...]) -> Callable:
     """jax.vmap, but over a single value the function itself: a batch axis of length one takes its time in tracing,
     compiling and running."""
     if length > 1:

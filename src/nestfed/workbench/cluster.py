@@ -64,7 +64,7 @@ def lead(options: ClusterOptions) -> int | None:
         for one in screen:
             stack.callback(os.close, one)
         members = [_start(number, place, screen, stack) for number, place in places]
-        with _passing_signals_to(members):
+        with _pass_signals_to(members):
             return _watch(members)
 
 
@@ -112,7 +112,7 @@ def _start(number: int, place: str, screen: tuple[int, int], stack: contextlib.E
 
 
 @contextlib.contextmanager
-def _passing_signals_to(members: list[Member]) -> Iterator[None]:
+def _pass_signals_to(members: list[Member]) -> Iterator[None]:
     def pass_on(number, frame):
         for member in members:
             member.child.send_signal(number)
@@ -184,7 +184,7 @@ def run_member(main: Callable[[], None]) -> None:
         if code in ORDERLY:
             raise
     except BaseException as error:
-        code = LOST if _lost_others(error) else 1
+        code = LOST if _has_lost_others(error) else 1
         traceback.print_exc(file=sys.__stderr__ if code == LOST else None)  # for whoever watches, or for the user
     else:
         return
@@ -195,7 +195,7 @@ def run_member(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def _lost_others(error: BaseException) -> bool:
+def _has_lost_others(error: BaseException) -> bool:
     """Does JAX say that a message did not come through? Its class of errors, or the same words as a ValueError."""
     from jax.errors import JaxRuntimeError
 

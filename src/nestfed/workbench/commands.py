@@ -1,4 +1,4 @@
-"""The verbs of the command line, in Python: run, sweep, compare, report, cost_table, describe_data.
+"""The verbs of the command line, in Python: run, sweep, compare, report, tabulate_costs, describe_data.
 
 Each takes the name of a task and plain settings; those that train leave a folder of files, and return an object with
 its tables. The settings are the options of every run (`CommonOptions`) and those of the task (`RobustOptions` and the
@@ -24,31 +24,31 @@ import tomli_w
 from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.engine import processes
-from nestfed.engine.cohorts import expected_cohort
+from nestfed.engine.cohorts import find_expected_cohort
 from nestfed.report import figures, tables, write_report
 from nestfed.report.record import Record, replace_file
-from nestfed.report.search import sweep_figure
-from nestfed.report.style import duration
+from nestfed.report.search import draw_sweep
+from nestfed.report.style import format_duration
 from nestfed.verbs.cost import measure
 from nestfed.verbs.simulation import start
 from nestfed.workbench import tuning
-from nestfed.workbench.fields import options_of, read_settings
+from nestfed.workbench.fields import list_options, read_settings
 from nestfed.workbench.request import Request
 from nestfed.workbench.results import add_gains, make_record
 from nestfed.workbench.stages import (
     DIVERGED,
     FINISHED,
     Trials,
-    best_changes,
+    compute_score,
+    find_best_changes,
     run_method,
-    score_of,
     set_up,
     sweep_method,
 )
 from nestfed.workbench.study import Search, Stopped, Study
 from nestfed.workbench.task_options import DATA, TASKS, USUAL_TASK
 from nestfed.workbench.tracking import Tracker, find_trackers, follow
-from nestfed.workbench.tuning import Chosen, changes_of, estimate_seconds, tune
+from nestfed.workbench.tuning import Chosen, estimate_seconds, list_changes, tune
 
 RUNS = Path("runs")
 CHOSEN = "tuned.json"  # in a run's folder: what tuning chose
@@ -101,7 +101,7 @@ def run(
             if processes.is_first():
                 replace_file(folder / CHOSEN, json.dumps(chosen, indent=2).encode())
         if chosen:
-            request = request.adopt(changes_of(chosen))
+            request = request.adopt(list_changes(chosen))
             processes.ask_first(lambda: _write_settings(folder, request))
         stack.enter_context(follow(trackers, folder.name, folder, request.settings()))
         algorithms = _make_algorithms(request, trials)
@@ -164,18 +164,18 @@ def describe_data(task: str = USUAL_TASK, **settings: Any) -> Tables:
 
 def _make_algorithms(request: Request, trials: Trials[Any]) -> dict[str, list[Algorithm]]:
     """Those of every method's stages; a wrong setting or cohort shows here."""
-    expected_cohort(request.budget.cohort, trials.first.rows.clients)
-    make = lambda name: trials.scenario.algorithms(name, trials.first, request.changes(name))
+    find_expected_cohort(request.budget.cohort, trials.first.rows.clients)
+    make = lambda name: trials.scenario.make_algorithms(name, trials.first, request.changes(name))
     return {name: make(name) for name in request.methods}
 
 
 def _describe(trials: Trials[Any]) -> Tables:
-    holdings: Any = trials.scenario.holdings(trials.first)
+    holdings: Any = trials.scenario.count_holdings(trials.first)
     holdings = holdings.assign(group="rows of " + holdings.group)  # a group may be called "client"
     held = holdings.pivot_table(index="client", columns="group", values="rows", aggfunc="sum", fill_value=0, sort=False)
     by_group = held if held.shape[1] > 1 else held.iloc[:, :0]
     who = by_group.assign(**{"all rows": held.sum(axis=1)}).reset_index()
-    return [*trials.scenario.summary(), (f"Who holds what, seed {next(iter(trials.setups))}", who)]
+    return [*trials.scenario.summarise(), (f"Who holds what, seed {next(iter(trials.setups))}", who)]
 
 
 def _name_run(request: Request) -> str:
@@ -225,7 +225,7 @@ def choose_settings(
     seconds = estimate_seconds(trials, given, request.budget)
     if not seconds:
         return {}
-    long = f"about {duration(seconds)} on two cores"
+    long = f"about {format_duration(seconds)} on two cores"
     if request.tune is None and seconds > tuning.MOST_SECONDS:
         say(f"not tuned: it would take {long} (--tune does it).")
         return {}
@@ -243,7 +243,7 @@ def _check_folder(folder: Path, request: Request, resume: bool, chosen: Chosen) 
         if not resume:
             raise UserError(f"{folder} holds a run already; give resume (--resume), or another folder (--out).")
         both = Request.of(read_settings(folder / "settings.toml")), request
-        theirs, ours = ((one.adopt(changes_of(chosen)) if chosen else one).settings() for one in both)
+        theirs, ours = ((one.adopt(list_changes(chosen)) if chosen else one).settings() for one in both)
         if theirs != ours:
             different = [key for key in theirs | ours if theirs.get(key) != ours.get(key)]
             raise UserError(
@@ -296,20 +296,20 @@ def sweep(
     budget = dataclasses.replace(request.budget, evaluations=min(request.evaluations, 10))
     trials = set_up(scenario, request.seed_list)
     # Settings of the task itself (penalty, gap) change its numbers, not its programs.
-    of_task = {key: values for key, values in grid.items() if key in _number_options(request.task)}
+    of_task = {key: values for key, values in grid.items() if key in _list_number_options(request.task)}
     rest = {key: values for key, values in grid.items() if key not in of_task}
     for chosen in _combine(rest):  # a wrong setting shows before anything runs
-        scenario.algorithms(name, trials.first, {**request.changes(name), **chosen})
+        scenario.make_algorithms(name, trials.first, {**request.changes(name), **chosen})
     variants = [(chosen, scenario.change(**chosen)) for chosen in _combine(of_task)]
     folder = _claim(out, RUNS / f"sweep-{request.task}-{name}")
     for chosen, changed in variants:
         own = dataclasses.replace(trials, scenario=changed, traces=())
         done = sweep_method(own, name, request.changes(name), rest, budget, progress=progress)
         trials = trials.add(dataclasses.replace(trace, changes={**chosen, **trace.changes}) for trace in done.traces)
-    table = sweep_table(trials, list(grid))
+    table = tabulate_sweep(trials, list(grid))
     tables.write(table, folder, "sweep")
-    figures.write(sweep_figure(table, list(grid), "score", scenario.method(name).title), folder, "sweep")
-    best = best_changes(trials)
+    figures.write(draw_sweep(table, list(grid), "score", scenario.method(name).title), folder, "sweep")
+    best = find_best_changes(trials)
     chosen = dataclasses.replace(
         request,
         options={**request.options, **{key: value for key, value in best.items() if key in of_task}},
@@ -325,18 +325,18 @@ def _combine(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def _number_options(task: str) -> list[str]:
+def _list_number_options(task: str) -> list[str]:
     """Options of a task that are plain numbers of its problems: they can be swept."""
-    return [name for name, option in options_of(TASKS[task]).items() if option.hint is float and option.panel != DATA]
+    return [name for name, option in list_options(TASKS[task]).items() if option.hint is float and option.panel != DATA]
 
 
-def sweep_table(trials: Trials[Any], keys: Sequence[str]) -> pd.DataFrame:
+def tabulate_sweep(trials: Trials[Any], keys: Sequence[str]) -> pd.DataFrame:
     """One row per setting, best first: its score on validation data, and every recorded metric beside it."""
     rows = []
     for trace in trials.traces:
         last = {name: v[-1] for name, v in trace.stages[-1].history.items() if name != "round" and v.ndim == 1}
         row: dict[str, Any] = {key: trace.changes[key] for key in keys}
-        row |= {"score": score_of(trials, trace)} | {name: float(value) for name, value in last.items()}
+        row |= {"score": compute_score(trials, trace)} | {name: float(value) for name, value in last.items()}
         rows.append(row | {"diverged": trace.status == DIVERGED})
     grouped: Any = pd.DataFrame(rows).groupby(list(keys), sort=False, as_index=False)
     means = grouped.mean(numeric_only=True).drop(columns="diverged")
@@ -424,7 +424,7 @@ def report(folder: str | Path) -> Path:
     return write_report(Record.load(Path(folder)), Path(folder))
 
 
-def cost_table(task: str = USUAL_TASK, **settings: Any) -> pd.DataFrame:
+def tabulate_costs(task: str = USUAL_TASK, **settings: Any) -> pd.DataFrame:
     """What every method costs one client on a task: the ledger of a round, read off the traced programs."""
     request = Request.of({"task": task, **settings})
     scenario, guarantee = request.scenario, request.guarantee
@@ -432,12 +432,12 @@ def cost_table(task: str = USUAL_TASK, **settings: Any) -> pd.DataFrame:
     rows = []
     for name in request.methods if request.algorithm is not None else scenario.methods:
         method, before = scenario.method(name), None
-        algorithms = scenario.algorithms(name, setup, request.changes(name))
+        algorithms = scenario.make_algorithms(name, setup, request.changes(name))
         for stage, algorithm in zip(method.stages, algorithms, strict=True):
             problem_task = stage.task(scenario, setup, before)
             uploads = () if guarantee is None else guarantee
             price = measure(algorithm, problem_task, cohort=request.cohort, uploads=uploads)
-            rounds = request.budget.rounds_of(scenario, algorithm)
+            rounds = request.budget.count_rounds(scenario, algorithm)
             rows.append(
                 {
                     "method": method.title,

@@ -1,7 +1,7 @@
 """An option: one described field of a record, and how Python, a TOML file and a command line say it.
 
-Everything about an option follows from its field: `options_of` reads a record's fields, and flags, help, checks, files
-and commands are made from what it finds. Nothing here imports JAX or pandas: help must come at once.
+Everything about an option follows from its field: `list_options` reads a record's fields, and flags, help, checks,
+files and commands are made from what it finds. Nothing here imports JAX or pandas: help must come at once.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nestfed.core.settings import UserError, broken_range, setting
+from nestfed.core.settings import UserError, find_broken_range, setting
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Mapping: "a table"}
 
@@ -114,7 +114,7 @@ class Option:
     def choices(self) -> tuple[str, ...]:
         return tuple(self.rules["choices"] or ())
 
-    def usual_of(self, task: Any) -> str:
+    def find_usual(self, task: Any) -> str:
         """What happens where nothing is said, if that is no default."""
         usual = self.usual(task) if callable(self.usual) else self.usual
         return "" if usual is None else str(usual)
@@ -128,7 +128,7 @@ class Option:
             wanted = [WORDS.get(typing.get_origin(kind) or kind, "a list") for kind in self.kinds]
             raise UserError(f"{self.name}={value!r} was given; it must be {' or '.join(wanted)}.")
         ranged = bool(self.choices) or isinstance(fitting, (int, float)) and not isinstance(fitting, bool)
-        problem = broken_range(fitting, self.rules) if ranged else None
+        problem = find_broken_range(fitting, self.rules) if ranged else None
         if problem:
             raise UserError(
                 f"{self.name}={fitting!r} was given, but {self.name} ({self.description}) must be {problem}."
@@ -167,12 +167,12 @@ class OptionSet:
     """A record of options, which are read and checked when it is made."""
 
     def __post_init__(self):
-        for name, one in options_of(type(self)).items():
+        for name, one in list_options(type(self)).items():
             object.__setattr__(self, name, one.read(getattr(self, name)))
 
 
 @functools.cache
-def options_of(record: type) -> dict[str, Option]:
+def list_options(record: type) -> dict[str, Option]:
     """The options of a record by their names, in the order of its fields."""
     hints = typing.get_type_hints(record)
     about = [field.name for field in dataclasses.fields(Option) if field.name not in ("name", "hint", "default")]

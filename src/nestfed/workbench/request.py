@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from nestfed.core.settings import UserError
 from nestfed.uploads.privacy import CentralDP, Guarantee, LocalDP
-from nestfed.workbench.fields import options_of
+from nestfed.workbench.fields import list_options
 from nestfed.workbench.scenario import Scenario
 from nestfed.workbench.scenarios import SCENARIOS
 from nestfed.workbench.stages import Budget
@@ -37,7 +37,7 @@ class Request(CommonOptions):
     def of(cls, settings: Mapping[str, Any]) -> "Request":
         """From flat settings: those of every run, and options of the task that they name."""
         task = find_task(settings.get("task", USUAL_TASK))
-        of_task, of_run = options_of(TASKS[task]), options_of(CommonOptions)
+        of_task, of_run = list_options(TASKS[task]), list_options(CommonOptions)
         given = {name: value for name, value in settings.items() if value is not None and name != "task"}
         for name in given:
             if name not in of_task and name not in of_run:
@@ -80,14 +80,14 @@ class Request(CommonOptions):
                 "the last one is there: leave output out."
             )
         known = [field.name for field in dataclasses.fields(Budget)]
-        shared = {name: getattr(self, name) for name in options_of(CommonOptions) if name in known}
+        shared = {name: getattr(self, name) for name in list_options(CommonOptions) if name in known}
         return Budget(**{**shared, "privacy": self.guarantee})
 
     @property
     def guarantee(self) -> Guarantee | None:
         """The differential privacy that was asked for."""
         if self.privacy is None:
-            for name, option in options_of(CommonOptions).items():
+            for name, option in list_options(CommonOptions).items():
                 if option.panel == PRIVACY and getattr(self, name) is not None:
                     raise UserError(f"{name} was given without privacy; say who is trusted: privacy local or central.")
             return None
@@ -124,7 +124,7 @@ class Request(CommonOptions):
     def settings(self) -> dict[str, Any]:
         """As a TOML file says it."""
         said = {"task": self.task, "algorithm": self.methods, "seeds": self.seed_list, **self.options}
-        for name, option in options_of(CommonOptions).items():
+        for name, option in list_options(CommonOptions).items():
             value = getattr(self, name)
             if name not in said and value != option.default and value != {}:
                 said[name] = value
@@ -135,6 +135,6 @@ class Request(CommonOptions):
         seeds = self.seed_list
         first = seeds == list(range(len(seeds)))
         said = self.settings() | {"seeds": len(seeds) if first else seeds}
-        options = options_of(CommonOptions) | options_of(TASKS[self.task])
+        options = list_options(CommonOptions) | list_options(TASKS[self.task])
         words = [options[name].words(value) for name, value in said.items() if name != "task"]
         return shlex.join(["nestfed", verb, self.task, *(word for some in words for word in some)])

@@ -40,14 +40,14 @@ def make_record(
             metrics, parts = scenario.evaluate(setups[trace.seed], trace.left)
             row |= metrics
             slices.append(parts.assign(method=trace.method, seed=trace.seed))
-            found = scenario.candidates(setups[trace.seed], trace.left)
+            found = scenario.list_candidates(setups[trace.seed], trace.left)
             candidates += [] if found.empty else [found.assign(method=trace.method, seed=trace.seed)]
             if scenario.chart is not None:
                 lines.append(
-                    scenario.lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed)
+                    scenario.compute_lines(setups[trace.seed], trace.left).assign(method=trace.method, seed=trace.seed)
                 )
         finals.append(row)
-    holdings = [scenario.holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
+    holdings = [scenario.count_holdings(setup).assign(seed=seed) for seed, setup in setups.items()]
     failed = [f"{scenario.method(t.method).title}, seed {t.seed}, diverged." for t in traces if t.status == DIVERGED]
     record = Record(
         settings=settings,
@@ -63,28 +63,28 @@ def make_record(
             "metrics": [dataclasses.asdict(metric) for metric in scenario.headline],
             "chart": None if scenario.chart is None else dataclasses.asdict(scenario.chart),
             "seeds": list(setups),
-            "versions": versions(),
+            "versions": list_versions(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, JAX on {jax.default_backend()}",
             "data": identify(trials.first.rows.columns),
             "started": started,
             "seconds": round(seconds, 1),
             "status": DIVERGED if failed else FINISHED,
             "notes": [
-                *scenario.warnings(pd.DataFrame(finals)),
+                *scenario.list_warnings(pd.DataFrame(finals)),
                 *failed,
-                *_about_tuning(trials, tuned or {}),
-                *_about_stages(trials),
-                *scenario.notes(trials.first),
+                *_describe_tuning(trials, tuned or {}),
+                *_describe_stages(trials),
+                *scenario.list_notes(trials.first),
             ],
         }
-        | _privacy(traces)
+        | _collect_privacy(traces)
         | ({"tuned": tuned} if tuned else {}),
-        history=pd.concat([history_frame(trials, trace) for trace in traces], ignore_index=True),
+        history=pd.concat([make_history_frame(trials, trace) for trace in traces], ignore_index=True),
         final=pd.DataFrame(finals),
         slices=pd.concat(slices, ignore_index=True) if slices else pd.DataFrame(columns=list(SLICE_COLUMNS)),
         holdings=pd.concat(holdings, ignore_index=True),
         # Of the seed that came furthest: one that diverged early has not seen all stages.
-        cost={trace.method: cost_of(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
+        cost={trace.method: collect_cost(trace) for trace in sorted(traces, key=lambda trace: len(trace.stages))},
         lines=pd.concat(lines, ignore_index=True) if lines else pd.DataFrame(columns=pd.Index(LINE_COLUMNS)),
         candidates=pd.concat(candidates, ignore_index=True) if candidates else pd.DataFrame(),
     )
@@ -96,14 +96,14 @@ def add_gains(record: Record) -> Record:
     return dataclasses.replace(record, about={**record.about, "gains": find_gains(record)})
 
 
-def _about_tuning(trials: Trials[Any], tuned: Chosen) -> list[str]:
+def _describe_tuning(trials: Trials[Any], tuned: Chosen) -> list[str]:
     """A line for all methods."""
     said = [f"{trials.scenario.method(name).title}: {describe(found)}" for name, found in tuned.items()]
     by = f"Chosen on validation rows before the run, by {trials.scenario.select}"
     return [f"{by}. {'; '.join(said)}."] if said else []
 
 
-def _about_stages(trials: Trials[Any]) -> list[str]:
+def _describe_stages(trials: Trials[Any]) -> list[str]:
     """What the stages have to say: once per method, of the first seed that says anything."""
     said: dict[str, list[str]] = {}
     for trace in trials.traces:
@@ -114,10 +114,10 @@ def _about_stages(trials: Trials[Any]) -> list[str]:
     return [trials.scenario.method(method).title + note for method, notes in said.items() for note in notes]
 
 
-def _privacy(traces: Sequence[Trace]) -> dict[str, Any]:
+def _collect_privacy(traces: Sequence[Trace]) -> dict[str, Any]:
     """What every method has spent, by its last stage: stages count what was spent before them."""
     spent = {
-        trace.method: stage.spending.summary(stage.rounds_spent)
+        trace.method: stage.spending.summarise(stage.rounds_spent)
         for trace in traces
         for stage in trace.stages[-1:]
         if stage.spending is not None
@@ -128,7 +128,7 @@ def _privacy(traces: Sequence[Trace]) -> dict[str, Any]:
 SLICE_COLUMNS = ("kind", "slice", "split", "metric", "value", "method", "seed")
 
 
-def history_frame(trials: Trials[Any], trace: Trace) -> pd.DataFrame:
+def make_history_frame(trials: Trials[Any], trace: Trace) -> pd.DataFrame:
     """One row per evaluation; rounds, bytes and work are counted through all the stages."""
     frames, before = [], {"round": 0, "bytes": 0, "oracle_calls": 0, "samples": 0}
     for stage in trace.stages:
@@ -138,7 +138,7 @@ def history_frame(trials: Trials[Any], trace: Trace) -> pd.DataFrame:
         columns |= {name: before[name] + total[rounds] for name, total in totals.items()}
         for name, values in stage.history.items():
             if values.ndim == 2:
-                columns |= dict(zip(trials.scenario.entries(name, trials.first), values.T, strict=True))
+                columns |= dict(zip(trials.scenario.list_entries(name, trials.first), values.T, strict=True))
             elif name != "round":
                 columns[name] = values
         frame = pd.DataFrame(columns)
@@ -151,7 +151,7 @@ def history_frame(trials: Trials[Any], trace: Trace) -> pd.DataFrame:
     return frame
 
 
-def cost_of(trace: Trace) -> dict[str, Any]:
+def collect_cost(trace: Trace) -> dict[str, Any]:
     return {
         stage.name: {
             "start": dataclasses.asdict(stage.cost.start),
@@ -162,6 +162,6 @@ def cost_of(trace: Trace) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     packages = ("nestfed", "jax", "jaxlib", "numpy", "optax", "pandas", "pyarrow")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}

@@ -47,7 +47,7 @@ class Method:
     description: str
     stages: tuple[Stage, ...]
 
-    def stage_of(self, key: str) -> int:
+    def find_stage(self, key: str) -> int:
         """Which stage a setting belongs to."""
         head = key.partition(".")[0]
         names = [stage.name for stage in self.stages]
@@ -74,7 +74,7 @@ class Scenario(abc.ABC, Generic[Setup]):
     baseline: ClassVar[str]  # the method that others are compared with
     select: ClassVar[str]  # the metric on validation data that tells most of `score`
     metrics: ClassVar[tuple[Metric, ...]]  # the headline, the most telling first
-    chart: ClassVar[Chart | None] = None  # what `lines` draw
+    chart: ClassVar[Chart | None] = None  # of what `compute_lines` gives
     any_output: ClassVar[bool] = True  # can another iterate than the last be chosen?
     aims: ClassVar[tuple[str, ...]] = ()  # options that change what `score` measures: it cannot choose among them
     methods: ClassVar[dict[str, Method]]
@@ -97,15 +97,15 @@ class Scenario(abc.ABC, Generic[Setup]):
             raise UserError(f"{name!r} is no method for the task {self.name}{hint}")
         return self.methods[name]
 
-    def algorithms(self, name: str, setup: Setup, changes: Mapping[str, Any]) -> list[Algorithm]:
+    def make_algorithms(self, name: str, setup: Setup, changes: Mapping[str, Any]) -> list[Algorithm]:
         """The algorithm of every stage of a method, with the user's changes of its settings."""
         method = self.method(name)
         own = [stage.settings(self, setup) for stage in method.stages]
         for key, value in changes.items():
-            own[method.stage_of(key)][method.plain(key)] = value
+            own[method.find_stage(key)][method.plain(key)] = value
         return [make(stage.algorithm, **settings) for stage, settings in zip(method.stages, own, strict=True)]
 
-    def output_of(self, stage: Stage) -> str:
+    def choose_output(self, stage: Stage) -> str:
         """Which iterate of a stage counts where the user does not say."""
         return stage.output
 
@@ -134,38 +134,38 @@ class Scenario(abc.ABC, Generic[Setup]):
         """One seed's data: read, split, dealt to clients and encoded."""
 
     @abc.abstractmethod
-    def batch_work(self, setup: Setup) -> tuple[int, int]:
+    def count_batch_work(self, setup: Setup) -> tuple[int, int]:
         """(rows of a batch, numbers of the model): what a local step of a client handles."""
 
     @abc.abstractmethod
-    def summary(self) -> list[tuple[str, pd.DataFrame]]:
+    def summarise(self) -> list[tuple[str, pd.DataFrame]]:
         """What a person should see of the columns before training: (title, table)."""
 
     @abc.abstractmethod
-    def holdings(self, setup: Setup) -> pd.DataFrame:
+    def count_holdings(self, setup: Setup) -> pd.DataFrame:
         """Who holds what: client, group, label, part, rows."""
 
-    def notes(self, setup: Setup) -> list[str]:
+    def list_notes(self, setup: Setup) -> list[str]:
         """Remarks on the data that the report repeats."""
         return []
 
-    def warnings(self, final: pd.DataFrame) -> list[str]:
+    def list_warnings(self, final: pd.DataFrame) -> list[str]:
         """What a reader of the final numbers must know, by method (in its column `method`)."""
         return []
 
     @abc.abstractmethod
-    def entries(self, metric: str, setup: Setup) -> list[str]:
+    def list_entries(self, metric: str, setup: Setup) -> list[str]:
         """Names of the entries of a metric that is a vector, for columns of the history."""
 
     @abc.abstractmethod
     def evaluate(self, setup: Setup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         """(headline metrics of what is left, metrics of slices of the data: kind, slice, split, metric, value)."""
 
-    def lines(self, setup: Setup, left: Any) -> pd.DataFrame:
+    def compute_lines(self, setup: Setup, left: Any) -> pd.DataFrame:
         """The lines of the chart for what is left: slice, x, y. Only of scenarios that have a chart."""
         return pd.DataFrame()
 
-    def candidates(self, setup: Setup, left: Any) -> pd.DataFrame:
+    def list_candidates(self, setup: Setup, left: Any) -> pd.DataFrame:
         """The models among which a method chose, as `Record.candidates` has them. Only of methods that choose."""
         return pd.DataFrame()
 

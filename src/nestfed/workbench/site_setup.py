@@ -127,9 +127,9 @@ class Prepared:
     scenario: Tabular[Any]
     setup: TabularSetup
 
-    def algorithms(self, method: str, changes: Mapping[str, Any]) -> list[Algorithm]:
+    def make_algorithms(self, method: str, changes: Mapping[str, Any]) -> list[Algorithm]:
         """Of every stage; the same at all parties."""
-        return self.scenario.algorithms(method, self.setup, changes)
+        return self.scenario.make_algorithms(method, self.setup, changes)
 
     def task(self, method: str, stage: int = 0, before: Any = None) -> Task:
         """Of a stage, given what the stage before has left."""

@@ -14,7 +14,7 @@ from nestfed.core.settings import UserError
 from nestfed.engine.options import Options, Watch
 from nestfed.uploads.privacy import Guarantee, Spending, find_remarks
 from nestfed.verbs import cost
-from nestfed.verbs.history import Rise, rise_of
+from nestfed.verbs.history import Rise, find_rise
 from nestfed.verbs.simulation import Diverged, simulate
 from nestfed.verbs.sweeps import sweep
 from nestfed.workbench.scenario import Scenario
@@ -41,14 +41,14 @@ class Evaluation:
     @property
     def series(self) -> str:
         """Whose curve it belongs to."""
-        return series_of(self.method, self.seed)
+        return name_series(self.method, self.seed)
 
 
-def series_of(method: str, seed: int) -> str:
+def name_series(method: str, seed: int) -> str:
     return f"{method}-seed{seed}"
 
 
-def finite_only(metrics: Mapping[str, Any]) -> dict[str, float]:
+def select_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     """What can be drawn."""
     return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
 
@@ -82,7 +82,7 @@ class StageTrace:
     @property
     def rise(self) -> Rise | None:
         """Of its objective, where it ended above its start."""
-        return rise_of(self.history, self.minimised, self.output)
+        return find_rise(self.history, self.minimised, self.output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Budget:
     privacy: Guarantee | None = None  # its budget is for all stages of a method; those that exchange get equal parts
     noise_seed: int | None = None  # None: nobody can repeat the noise
 
-    def rounds_of(self, scenario: Scenario[Any], algorithm: Algorithm) -> int:
+    def count_rounds(self, scenario: Scenario[Any], algorithm: Algorithm) -> int:
         return self.rounds or max(1, scenario.options.steps // algorithm.local_steps)
 
     def options(self, rounds: int, scenario: Scenario[Any], trace: Trace) -> Options:
@@ -134,7 +134,7 @@ class Budget:
         stages, number = scenario.method(trace.method).stages, len(trace.stages)
         output = self.output if number + 1 == len(stages) else None
         if output is None:
-            output = scenario.output_of(stages[number])
+            output = scenario.choose_output(stages[number])
             # The best iterate is known by evaluations alone, and by rows that no guarantee covers.
             if output == "best" and (self.evaluations is None or self.privacy is not None):
                 output = "last"
@@ -212,7 +212,7 @@ def run_method(
     trace = Trace(name, seed, {})
     for stage, algorithm in zip(method.stages, algorithms, strict=True):
         task = stage.task(scenario, trials.setups[seed], trace.left)
-        options = budget.options(budget.rounds_of(scenario, algorithm), scenario, trace)
+        options = budget.options(budget.count_rounds(scenario, algorithm), scenario, trace)
         title = f"{method.title}, seed {seed}" + (f", {stage.name}" if len(method.stages) > 1 else "")
         file = None if checkpoints is None else checkpoints / f"{name}-seed{seed}-{stage.name}.npz"
         watch = None if listen is None else _relay(listen, trials, trace, stage.name)
@@ -259,9 +259,9 @@ def _relay(listen: Callable[[Evaluation], None], trials: Trials[Any], trace: Tra
     def watch(round: int, metrics: Mapping[str, np.ndarray]) -> None:
         numbers: dict[str, Any] = {}
         for name, value in metrics.items():
-            entries = trials.scenario.entries(name, trials.first) if value.ndim else [name]
+            entries = trials.scenario.list_entries(name, trials.first) if value.ndim else [name]
             numbers |= dict(zip(entries, np.atleast_1d(value), strict=True))
-        listen(Evaluation(trace.method, trace.seed, stage, before + round, finite_only(numbers)))
+        listen(Evaluation(trace.method, trace.seed, stage, before + round, select_finite(numbers)))
 
     return watch
 
@@ -300,15 +300,15 @@ def sweep_next_stage(
     name, number = traces[0].method, len(traces[0].stages)
     method = scenario.method(name)
     stage = method.stages[number]
-    own = {key: values for key, values in grid.items() if method.stage_of(key) == number}
+    own = {key: values for key, values in grid.items() if method.find_stage(key) == number}
     combinations = [dict(zip(own, values, strict=True)) for values in itertools.product(*own.values())]
     # Earlier stages' settings differ between the traces, this one's do not: any trace's will do.
     algorithms = [
-        scenario.algorithms(name, trials.first, {**traces[0].changes, **chosen})[number] for chosen in combinations
+        scenario.make_algorithms(name, trials.first, {**traces[0].changes, **chosen})[number] for chosen in combinations
     ]
     tasks = [stage.task(scenario, trials.setups[trace.seed], trace.left) for trace in traces]
     extended: list[Trace] = []
-    lengths = [budget.rounds_of(scenario, algorithm) for algorithm in algorithms]
+    lengths = [budget.count_rounds(scenario, algorithm) for algorithm in algorithms]
     for rounds in sorted(set(lengths)):
         members = [i for i, length in enumerate(lengths) if length == rounds]
         options = budget.options(rounds, scenario, traces[0])  # all traces have spent the same
@@ -320,7 +320,7 @@ def sweep_next_stage(
                 own_part = lambda key, values: values if key == "round" else values[row, column]
                 history = {key: own_part(key, values) for key, values in done.history.items()}
                 one = jax.tree.map(lambda a: np.asarray(a[column]), done.runs[row])
-                rise = rise_of(history, tasks[0].minimised, options.output)
+                rise = find_rise(history, tasks[0].minimised, options.output)
                 notes = find_remarks(history, done.spending[row], rounds) + (() if rise is None else (rise.remark,))
                 passed = StageTrace(
                     stage.name,
@@ -343,7 +343,7 @@ def sweep_next_stage(
     return dataclasses.replace(trials, traces=tuple(extended))
 
 
-def score_of(trials: Trials[Any], trace: Trace) -> float:
+def compute_score(trials: Trials[Any], trace: Trace) -> float:
     """What settings are chosen by, of the state that the last stage left; infinite for a run that diverged."""
     if trace.status == DIVERGED:
         return np.inf
@@ -356,12 +356,12 @@ def score_of(trials: Trials[Any], trace: Trace) -> float:
     return score if np.isfinite(score) else np.inf
 
 
-def best_changes(trials: Trials[Any]) -> dict[str, Any]:
+def find_best_changes(trials: Trials[Any]) -> dict[str, Any]:
     """The settings with the smallest score on validation data, averaged over seeds. A setting of which any seed
     diverged is passed over."""
     scores: dict[tuple, list[float]] = {}
     for trace in trials.traces:
-        scores.setdefault(tuple(trace.changes.items()), []).append(score_of(trials, trace))
+        scores.setdefault(tuple(trace.changes.items()), []).append(compute_score(trials, trace))
     means = {key: float(np.mean(values)) for key, values in scores.items()}
     best = min(means, key=lambda key: means[key])
     if not np.isfinite(means[best]):

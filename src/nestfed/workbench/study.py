@@ -23,11 +23,11 @@ class Study:
 
     def _repr_html_(self) -> str:
         """In a notebook: the result in a sentence, the table of the report, and its figures."""
-        _, shown = tables.headline(self.record)
+        _, shown = tables.tabulate_headline(self.record)
         sides = shown.set_index("method").T.to_html(border=0)
         drawn = [figure for figure in self.figures if figure.stem.endswith("-round") or figure.stem == "trade-off"]
         return (
-            f"<p>{html.escape(page.sentence(self.record, statistics.headline(self.record)))}</p>{sides}"
+            f"<p>{html.escape(page.write_sentence(self.record, statistics.make_headline(self.record)))}</p>{sides}"
             f"<details><summary>{len(drawn)} figures</summary>{''.join(map(_embed, drawn))}</details>"
             f"<p>More of them, and the whole report: {html.escape(str(self.report))}</p>"
         )

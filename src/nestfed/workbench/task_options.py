@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nestfed.core.settings import UserError, suggest
-from nestfed.workbench.fields import OptionSet, flatten, option, options_of
+from nestfed.workbench.fields import OptionSet, flatten, list_options, option
 
 TASK, DATA, TRAINING, PRIVACY, CLUSTER = "Task", "Data", "Training", "Privacy", "Several processes"  # headings of help
 DELTA = 1e-5  # of a guarantee
@@ -353,11 +353,11 @@ USUAL_TASK = FairnessOptions.name
 
 def refuse(name: str, task: str) -> UserError:
     """What is wrong with an option of this name, which the task does not have."""
-    owners = [other for other, record in TASKS.items() if name in options_of(record)]
+    owners = [other for other, record in TASKS.items() if name in list_options(record)]
     if owners:
         hint = f", only for {', '.join(owners)}; `nestfed run {task} --help` shows those that there are."
     else:
-        known = ["task", *options_of(CommonOptions), *options_of(TASKS[task])]
+        known = ["task", *list_options(CommonOptions), *list_options(TASKS[task])]
         hint = f"{suggest(name, known)} Known are {', '.join(known)}."
     return UserError(f"there is no setting {name!r} for the task {task}{hint}")
 

@@ -20,7 +20,7 @@ from nestfed.core.settings import UserError
 from nestfed.report import tables
 from nestfed.report.record import Record
 from nestfed.workbench.fields import flatten
-from nestfed.workbench.stages import Evaluation, finite_only, series_of
+from nestfed.workbench.stages import Evaluation, name_series, select_finite
 from nestfed.workbench.study import Study
 from nestfed.workbench.task_options import TRACKERS
 
@@ -91,17 +91,17 @@ def follow(trackers: Trackers, name: str, folder: Path, settings: Mapping[str, A
         trackers.close(status)
 
 
-def final_metrics(record: Record) -> dict[str, dict[str, float]]:
+def collect_final_metrics(record: Record) -> dict[str, dict[str, float]]:
     """The numbers of `Record.final` of every method and seed, by series; none of one that diverged."""
     metrics = record.final.drop(columns=["method", "seed", "status", "above_start"]).select_dtypes("number")
-    series = map(series_of, record.final["method"], record.final["seed"])
-    return {name: finite_only(row) for name, row in zip(series, metrics.to_dict("records"), strict=True)}
+    series = map(name_series, record.final["method"], record.final["seed"])
+    return {name: select_finite(row) for name, row in zip(series, metrics.to_dict("records"), strict=True)}
 
 
-def mean_metrics(record: Record) -> dict[str, float]:
+def average_metrics(record: Record) -> dict[str, float]:
     """Means over seeds, by method/metric."""
     means: Any = record.final.drop(columns=["seed", "above_start"]).groupby("method").mean(numeric_only=True)
-    return finite_only({f"{method}/{name}": value for (name, method), value in means.unstack().items()})
+    return select_finite({f"{method}/{name}": value for (name, method), value in means.unstack().items()})
 
 
 def _need(module: str, package: str, tracker: str) -> Any:
@@ -157,10 +157,10 @@ class MLflow(Tracker):
         self.client.log_batch(self.runs[series], metrics=entries)
 
     def finish(self, study):
-        for series, final in final_metrics(study.record).items():
+        for series, final in collect_final_metrics(study.record).items():
             if series in self.runs:  # one that diverged at its start was never evaluated
                 self._log(series, {f"final/{name}": value for name, value in final.items()}, 0)
-        self._log("", mean_metrics(study.record), 0)
+        self._log("", average_metrics(study.record), 0)
         for path in (study.folder / name for name in ARTEFACTS):
             if path.is_dir():
                 self.client.log_artifacts(self.runs[""], str(path), path.name)
@@ -184,28 +184,28 @@ class TensorBoard(Tracker):
         self.folder = folder / "tensorboard"
         shutil.rmtree(self.folder, ignore_errors=True)  # a run that goes on tells everything again
         rows = [f"| {key} | {value} |" for key, value in settings.items()]
-        self._writer("run").add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]))
+        self._open_writer("run").add_text("settings", "\n".join(["| setting | value |", "| --- | --- |", *rows]))
 
-    def _writer(self, series: str) -> Any:
+    def _open_writer(self, series: str) -> Any:
         if series not in self.writers:
             self.writers[series] = self.writer(str(self.folder / series))
         return self.writers[series]
 
     def evaluate(self, evaluation):
         for name, value in evaluation.metrics.items():
-            self._writer(evaluation.series).add_scalar(name, value, evaluation.round)
+            self._open_writer(evaluation.series).add_scalar(name, value, evaluation.round)
 
     def finish(self, study):
-        for series, final in final_metrics(study.record).items():
+        for series, final in collect_final_metrics(study.record).items():
             for name, value in final.items():
-                self._writer(series).add_scalar(f"final/{name}", value)
-        _, shown = tables.headline(study.record)
-        self._writer("run").add_text("result", tables.markdown(shown))
+                self._open_writer(series).add_scalar(f"final/{name}", value)
+        _, shown = tables.tabulate_headline(study.record)
+        self._open_writer("run").add_text("result", tables.format_markdown(shown))
         import matplotlib.image  # slow to import, and figures were drawn: it is there
 
         for path in study.figures:
             pixels = matplotlib.image.imread(path)[..., :3]
-            self._writer("run").add_image(path.stem, (255 * pixels).astype(np.uint8), dataformats="HWC")
+            self._open_writer("run").add_image(path.stem, (255 * pixels).astype(np.uint8), dataformats="HWC")
 
     def close(self, status):
         for writer in self.writers.values():
@@ -242,10 +242,10 @@ class WandB(Tracker):
         run.log({"round": evaluation.round, **evaluation.metrics})
 
     def finish(self, study):
-        for series, final in final_metrics(study.record).items():
+        for series, final in collect_final_metrics(study.record).items():
             if series in self.runs:  # as above
                 self.runs[series].summary.update({f"final/{name}": value for name, value in final.items()})
-        self.runs["report"].summary.update(mean_metrics(study.record))
+        self.runs["report"].summary.update(average_metrics(study.record))
         files = self.wandb.Artifact(re.sub(r"[^\w.-]", "-", self.name), type="nestfed-run")
         for path in (study.folder / name for name in ARTEFACTS):
             if path.is_dir():

@@ -18,8 +18,8 @@ import pandas as pd
 from nestfed.core.settings import UserError, suggest
 from nestfed.core.types import PyTree
 from nestfed.data import Encoder
-from nestfed.data.table import check_column, listing, name_groups
-from nestfed.models import RowModel, describe_model, model_from
+from nestfed.data.table import check_column, list_values, name_groups
+from nestfed.models import RowModel, describe_model, make_model
 
 
 class GroupThresholds(NamedTuple):
@@ -36,7 +36,7 @@ class GroupThresholds(NamedTuple):
         if unknown:
             raise UserError(
                 f"{'+'.join(self.columns)} is {unknown[0]!r} in a row, and this model has thresholds for "
-                f"{listing(self.of_groups)} only."
+                f"{list_values(self.of_groups)} only."
             )
         return np.array([self.of_groups[name] for name in names])[codes]
 
@@ -92,7 +92,7 @@ def read_model(path: str | Path) -> tuple[RowModel, PyTree, Encoder, dict[str, A
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             leaves = [file[f"theta/{i}"] for i in range(len(file.files) - 1)]
-        model, encoder = model_from(about["model"]), Encoder.from_dict(about["encoder"])
+        model, encoder = make_model(about["model"]), Encoder.from_dict(about["encoder"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is not a model that a run saved ({type(error).__name__}: {error}).") from error
     structure = jax.tree.structure(jax.eval_shape(lambda: model.init(jax.random.key(0), len(encoder.names))))

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from nestfed.core.settings import UserError
-from nestfed.engine.cohorts import expected_cohort
-from nestfed.engine.steps import steps_per_round
+from nestfed.engine.cohorts import find_expected_cohort
+from nestfed.engine.steps import count_steps
 from nestfed.workbench.scenario import Scenario
-from nestfed.workbench.stages import Budget, Trials, begin, score_of, sweep_next_stage
+from nestfed.workbench.stages import Budget, Trials, begin, compute_score, sweep_next_stage
 
 SEEDS = 3
 OTHER_BATCHES = 1_000_003  # from a seed to another one with the same split
@@ -38,14 +38,14 @@ def estimate_seconds(trials: Trials[Any], given: Given, budget: Budget) -> float
     """About how long `tune` takes on two cores; 0 where nothing can be tuned. From sizes and not from a clock: the
     same command decides alike on every machine."""
     scenario, setup = trials.scenario, trials.first
-    clients = expected_cohort(budget.cohort, setup.rows.clients) or setup.rows.clients
-    rows, numbers = scenario.batch_work(setup)
+    clients = find_expected_cohort(budget.cohort, setup.rows.clients) or setup.rows.clients
+    rows, numbers = scenario.count_batch_work(setup)
     step = clients * rows * (ROW_SECONDS + NUMBER_SECONDS * numbers)
     seconds: dict[Any, float] = {}
     for name, changes in given.items():
-        for number, algorithm in enumerate(scenario.algorithms(name, setup, changes)):
-            settings = _open_settings(scenario, name, number, changes)
-            steps = budget.rounds_of(scenario, algorithm) * steps_per_round(algorithm)
+        for number, algorithm in enumerate(scenario.make_algorithms(name, setup, changes)):
+            settings = _list_open_settings(scenario, name, number, changes)
+            steps = budget.count_rounds(scenario, algorithm) * count_steps(algorithm)
             lanes = sum(len(factors) * (LONG + SHORT * _is_step_size(key)) for key, factors in settings.items())
             if lanes:
                 which = _identify_stage(trials, name, number, changes)
@@ -62,14 +62,14 @@ def tune(
     say: Callable[[str], None] = lambda text: None,
 ) -> Chosen:
     """Choose what the user did not give of the settings of these methods."""
-    trials = _few_seeds(trials)
+    trials = _take_few_seeds(trials)
     # The start and the end are measured; the last iterate counts unless a method has another.
     budget = dataclasses.replace(budget, evaluations=None, output=None if budget.output == "best" else budget.output)
     firsts: dict[Any, tuple[Trials[Any], dict[str, Any]]] = {}  # methods may have their first stage in common
     chosen: Chosen = {}
     for name, changes in given.items():
         method, swept, found = trials.scenario.method(name), begin(trials, name, changes), {}
-        for number in range(_last_to_tune(trials.scenario, name, changes) + 1):
+        for number in range(_find_last_to_tune(trials.scenario, name, changes) + 1):
             which = _identify_stage(trials, name, number, changes)
             if which not in firsts:
                 firsts[which] = _tune_stage(swept, budget, progress)
@@ -93,7 +93,7 @@ def describe(found: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(parts)
 
 
-def changes_of(chosen: Chosen) -> dict[str, float]:
+def list_changes(chosen: Chosen) -> dict[str, float]:
     """As a user would give them: fedavg.lr."""
     return {f"{name}.{key}": one["chosen"] for name, found in chosen.items() for key, one in found.items()}
 
@@ -101,7 +101,7 @@ def changes_of(chosen: Chosen) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------- what may be tuned
 
 
-def _open_settings(
+def _list_open_settings(
     scenario: Scenario[Any], name: str, number: int, given: Mapping[str, Any]
 ) -> dict[str, tuple[float, ...]]:
     """The settings of a stage that are tuned, as the user would name them, and their factors."""
@@ -110,10 +110,10 @@ def _open_settings(
     return {key: factors for key, factors in named.items() if key not in given}
 
 
-def _last_to_tune(scenario: Scenario[Any], name: str, given: Mapping[str, Any]) -> int:
+def _find_last_to_tune(scenario: Scenario[Any], name: str, given: Mapping[str, Any]) -> int:
     """The number of the last stage with something to tune; -1 where there is none."""
     stages = range(len(scenario.method(name).stages))
-    return max((number for number in stages if _open_settings(scenario, name, number, given)), default=-1)
+    return max((number for number in stages if _list_open_settings(scenario, name, number, given)), default=-1)
 
 
 def _identify_stage(trials: Trials[Any], name: str, number: int, given: Mapping[str, Any]) -> Any:
@@ -121,15 +121,15 @@ def _identify_stage(trials: Trials[Any], name: str, number: int, given: Mapping[
     stage = trials.scenario.method(name).stages[number]
     if number:
         return name, number
-    algorithm = trials.scenario.algorithms(name, trials.first, given)[number]
-    return stage.task, stage.output, repr(algorithm), repr(_open_settings(trials.scenario, name, number, given))
+    algorithm = trials.scenario.make_algorithms(name, trials.first, given)[number]
+    return stage.task, stage.output, repr(algorithm), repr(_list_open_settings(trials.scenario, name, number, given))
 
 
 def _is_step_size(key: str) -> bool:
     return key.endswith("lr")
 
 
-def _few_seeds(trials: Trials[Any]) -> Trials[Any]:
+def _take_few_seeds(trials: Trials[Any]) -> Trials[Any]:
     """The first seeds of a run; where there is one alone, its split is trained on several times, by other batches."""
     seeds = list(trials.setups)[:SEEDS]
     setups = {seed: trials.setups[seed] for seed in seeds}
@@ -147,7 +147,7 @@ def _tune_stage(
     """The next stage of a method: (what it leaves with the chosen settings, what was chosen)."""
     scenario, first = trials.scenario, trials.traces[0]
     name, number, found = first.method, len(first.stages), {}
-    settings = _open_settings(scenario, name, number, first.changes)
+    settings = _list_open_settings(scenario, name, number, first.changes)
     left = None
     for key, factors in settings.items():
         changes = trials.traces[0].changes
@@ -160,7 +160,7 @@ def _tune_stage(
             near = [recommended, *(_round(best * factor) for factor in NEAR)]
         near = [value for value in dict.fromkeys(near) if _is_allowed(trials, {**changes, key: value})][: len(factors)]
         swept = _sweep(trials, {key: near}, LONG, budget, progress)
-        value = _prefer(_scores(swept, key), recommended)
+        value = _prefer(_read_scores(swept, key), recommended)
         found[key] = {"chosen": value, "recommended": recommended, "tried": sorted(tried | set(near))}
         own = tuple(dataclasses.replace(trace, changes={**trace.changes, key: value}) for trace in trials.traces)
         trials = dataclasses.replace(trials, traces=own)
@@ -176,7 +176,7 @@ def _move_window(
     scores: dict[float, np.ndarray] = {}
     for _ in range(MOST_MOVES):
         values = [_round(center * factor) for factor in factors]
-        scores |= _scores(_sweep(trials, {key: values}, SHORT, budget, progress), key)
+        scores |= _read_scores(_sweep(trials, {key: values}, SHORT, budget, progress), key)
         best = min(scores, key=lambda value: scores[value].mean())
         if best == min(scores) or not np.isfinite(scores[best].mean()):
             center = min(scores) / max(factors)
@@ -196,16 +196,16 @@ def _sweep(
 ) -> Trials[Any]:
     """The next stage for a part of its rounds."""
     scenario, first = trials.scenario, trials.traces[0]
-    algorithm = scenario.algorithms(first.method, trials.first, first.changes)[len(first.stages)]
-    rounds = max(1, round(part * budget.rounds_of(scenario, algorithm)))
+    algorithm = scenario.make_algorithms(first.method, trials.first, first.changes)[len(first.stages)]
+    rounds = max(1, round(part * budget.count_rounds(scenario, algorithm)))
     return sweep_next_stage(trials, grid, dataclasses.replace(budget, rounds=rounds), progress=progress)
 
 
-def _scores(swept: Trials[Any], key: str) -> dict[float, np.ndarray]:
+def _read_scores(swept: Trials[Any], key: str) -> dict[float, np.ndarray]:
     """By value, one per seed; infinite for what diverged or ended above its start."""
     scores: dict[float, list[float]] = {}
     for trace in swept.traces:
-        score = np.inf if trace.rise is not None else score_of(swept, trace)
+        score = np.inf if trace.rise is not None else compute_score(swept, trace)
         scores.setdefault(trace.changes[key], []).append(score)
     return {value: np.asarray(own) for value, own in scores.items()}
 
@@ -225,14 +225,14 @@ def _recommend(trials: Trials[Any], key: str, changes: Mapping[str, Any]) -> flo
     """The value that the method has without tuning."""
     first = trials.traces[0]
     method, number = trials.scenario.method(first.method), len(first.stages)
-    algorithm = trials.scenario.algorithms(first.method, trials.first, changes)[number]
+    algorithm = trials.scenario.make_algorithms(first.method, trials.first, changes)[number]
     return float(operator.attrgetter(method.plain(key))(algorithm))
 
 
 def _is_allowed(trials: Trials[Any], changes: Mapping[str, Any]) -> bool:
     """Is no setting out of its range?"""
     try:
-        trials.scenario.algorithms(trials.traces[0].method, trials.first, changes)
+        trials.scenario.make_algorithms(trials.traces[0].method, trials.first, changes)
     except UserError:
         return False
     return True

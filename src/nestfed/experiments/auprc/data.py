@@ -8,7 +8,7 @@ from nestfed.core.rows import Rows
 from nestfed.data.images import FederatedImages, Images, deal_images
 
 
-def rare_second_half(images: Images, keep: float) -> Images:
+def thin_out_second_half(images: Images, keep: float) -> Images:
     """Classes of the first half become negatives, the others positives, of which the first `keep` of each class's
     training images remain; test images all stay."""
     half = len(images.class_names) // 2

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from nestfed.experiments import plots
 from nestfed.experiments.auprc.plan import CHOSEN_BY, QUICK, TITLES, Plan, Trainings
-from nestfed.experiments.cells import in_words
+from nestfed.experiments.cells import describe_settings
 from nestfed.experiments.claims import Case, Claim, above, compare
 from nestfed.experiments.frame import Experiment, Page
 
@@ -25,23 +25,23 @@ PUBLISHED = {
 
 def make_page(trainings: Trainings) -> Page:
     plan = trainings.plan
-    tried = choice_table(trainings)
+    tried = tabulate_choices(trainings)
     choosing = {about.title: trainings.cell(f"choose-{data}:{plan.methods[0]}") for data, about in plan.data}
     return Page(
-        tables={"final": final_table(trainings), "tried": tried},
-        figures={"precision": functools.partial(precision_figure, trainings)},
+        tables={"final": tabulate_final(trainings), "tried": tried},
+        figures={"precision": functools.partial(draw_precision, trainings)},
         claims=check_claims(trainings),
         words={
             "diverged": int(pd.isna(tried["validation average precision"]).to_numpy().sum()),
             "search_seeds": {title: len(cell.seeds) for title, cell in choosing.items()},
             "released_rate": RELEASED_RATE,
-            "released": released_table(trainings),
-            "apart": [median_gap(trainings, data, about.title) for data, about in plan.data],
+            "released": tabulate_released(trainings),
+            "apart": [find_median_gap(trainings, data, about.title) for data, about in plan.data],
         },
     )
 
 
-def final_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_final(trainings: Trainings) -> pd.DataFrame:
     """One row per data set and method: average precision, the published one, and the settings."""
     rows = []
     for data, about in trainings.plan.data:
@@ -59,7 +59,7 @@ def final_table(trainings: Trainings) -> pd.DataFrame:
                     "collapsed": f"{len(cell.collapsed(COUNTS))} of {len(cell.seeds)}",
                     "published": PUBLISHED.get(data, {}).get(method),
                     "MB up per client": cell.megabytes_up,
-                    "chosen": in_words(cell.settings[0]),
+                    "chosen": describe_settings(cell.settings[0]),
                     "at the edge": tried.edges(tried.best(CHOSEN_BY)),
                     "runs that diverged": int((cell.diverged >= 0).sum()),
                     "seeds": len(cell.seeds),
@@ -68,7 +68,7 @@ def final_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def choice_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_choices(trainings: Trainings) -> pd.DataFrame:
     rows = []
     for data, about in trainings.plan.data:
         for method in trainings.plan.methods:
@@ -82,7 +82,7 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def released_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_released(trainings: Trainings) -> pd.DataFrame:
     """Validation precision of the search at the released step size (with the best beta), and at the best of all."""
     rows = []
     for data, about in trainings.plan.data:
@@ -99,7 +99,7 @@ def released_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def median_gap(trainings: Trainings, data: str, title: str) -> tuple[str, float]:
+def find_median_gap(trainings: Trainings, data: str, title: str) -> tuple[str, float]:
     """(data set, how far the family's medians are at most from the published means)."""
     published = PUBLISHED.get(data, {})
     gaps = [abs(trainings.cell(f"{data}:{m}").final(COUNTS).median() - published[m]) for m in OURS if m in published]
@@ -146,14 +146,14 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     return [claim for claim in claims if claim.cases]
 
 
-def precision_figure(trainings: Trainings) -> Figure:
+def draw_precision(trainings: Trainings) -> Figure:
     plan, parts = trainings.plan, []
     for data, about in plan.data:
         histories = [trainings.cell(f"{data}:{method}").history(method) for method in plan.methods]
         parts.append((about.title, pd.concat(histories, ignore_index=True)))
     titles = {method: TITLES[method] for method in plan.methods}
     published = {about.title: PUBLISHED.get(data, {}) for data, about in plan.data}
-    return plots.single_seeds(parts, COUNTS, titles, ylabel="test average precision", published=published)
+    return plots.draw_single_seeds(parts, COUNTS, titles, ylabel="test average precision", published=published)
 
 
 EXPERIMENT = Experiment("auprc", "FCSG", Trainings, Plan(), QUICK, make_page)

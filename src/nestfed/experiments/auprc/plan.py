@@ -15,10 +15,10 @@ from nestfed.algorithms import make
 from nestfed.core.task import Task
 from nestfed.data.images import FederatedImages, Images
 from nestfed.experiments import frame
-from nestfed.experiments.auprc.data import deal_ranked, rare_second_half
+from nestfed.experiments.auprc.data import deal_ranked, thin_out_second_half
 from nestfed.experiments.auprc.task import BinaryLosses, ImageLoss, ImageScores, make_ranked_task
 from nestfed.experiments.cells import Cell, train
-from nestfed.experiments.image_tasks import MADE_UP, find_images, numbers
+from nestfed.experiments.image_tasks import MADE_UP, convert_to_numbers, find_images
 from nestfed.models import CNN, Convolution
 from nestfed.problems.ranking import AreaUnderRoc, AveragePrecision
 
@@ -110,15 +110,15 @@ class Trainings(frame.Trainings[Plan]):
         ]
 
     def images(self, data: str) -> Images:
-        return _images(data, self.plan.keep)
+        return _load_images(data, self.plan.keep)
 
     def train(self, name: str) -> Cell:
         data, method = name.removeprefix("choose-").split(":")
         if name.startswith("choose-"):
-            return self._sweep(data, method, self._grid(method), choosing=True)
+            return self._sweep(data, method, self._make_grid(method), choosing=True)
         return self._sweep(data, method, [self.chosen(f"choose-{name}", CHOSEN_BY)], choosing=False)
 
-    def _grid(self, method: str) -> list[dict[str, Any]]:
+    def _make_grid(self, method: str) -> list[dict[str, Any]]:
         plan = self.plan
         rates = (*plan.rates, *plan.more_rates)
         if method in ("fcsg-m", "acc-fcsg-m"):
@@ -133,12 +133,14 @@ class Trainings(frame.Trainings[Plan]):
             for seed in seeds
         ]
         # One normalisation for all seeds: they then share a program.
-        scores = ImageScores(about.model, numbers(dealt[0].mean), numbers(dealt[0].deviation))
-        tasks = [self._task(method, about, images, scores, seed) for images, seed in zip(dealt, seeds, strict=True)]
+        scores = ImageScores(about.model, convert_to_numbers(dealt[0].mean), convert_to_numbers(dealt[0].deviation))
+        tasks = [
+            self._make_task(method, about, images, scores, seed) for images, seed in zip(dealt, seeds, strict=True)
+        ]
         steps = about.search_steps if choosing else about.steps
         rounds = steps // plan.local_steps
         return train(
-            [(words, self._algorithm(method, words, steps)) for words in grid],
+            [(words, self._make_algorithm(method, words, steps)) for words in grid],
             tasks,
             seeds,
             rounds=rounds,
@@ -147,12 +149,12 @@ class Trainings(frame.Trainings[Plan]):
             title=f"{about.title}, {TITLES[method]}",
         )
 
-    def _algorithm(self, method: str, words: dict[str, Any], steps: int) -> Any:
+    def _make_algorithm(self, method: str, words: dict[str, Any], steps: int) -> Any:
         # CODA+: two stages, the second three times as long.
         more = {"stage_steps": max(1, steps // 4)} if method == "coda-plus" else {}
         return make(method, local_steps=self.plan.local_steps, **words, **more)
 
-    def _task(self, method: str, about: DataPlan, images: FederatedImages, scores: ImageScores, seed: int) -> Task:
+    def _make_task(self, method: str, about: DataPlan, images: FederatedImages, scores: ImageScores, seed: int) -> Task:
         params: Any = about.model.init(jax.random.key(seed), images.rows.columns["image"].shape[1:])
         if method == "fedavg":
             problem: Any = ImageLoss(losses=BinaryLosses(scores))
@@ -168,5 +170,5 @@ class Trainings(frame.Trainings[Plan]):
 
 
 @functools.lru_cache(maxsize=4)
-def _images(data: str, keep: float) -> Images:
-    return rare_second_half(find_images(data), keep)
+def _load_images(data: str, keep: float) -> Images:
+    return thin_out_second_half(find_images(data), keep)

@@ -14,7 +14,7 @@ from nestfed.core.settings import static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data.images import FederatedImages, normalise
-from nestfed.experiments.image_tasks import in_blocks
+from nestfed.experiments.image_tasks import map_blocks
 from nestfed.models import ImageModel
 from nestfed.problems.ranking import find_precisions
 from nestfed.problems.robust import MeanLoss
@@ -63,7 +63,7 @@ class RankedImages(Task):
         params = self.problem.params_of(server, client)
         recorded = {}
         for name, images in self.aside.items():
-            scores = in_blocks(lambda batch: self.scores(params, batch), images).reshape(-1)
+            scores = map_blocks(lambda batch: self.scores(params, batch), images).reshape(-1)
             together = jnp.zeros_like(images["label"])
             precision, _ = find_precisions(scores, images["label"] == 1, together, 1, 1.0)
             recorded[f"{name}_average_precision"] = precision[0]

@@ -10,48 +10,48 @@ from scipy.optimize import brentq, root
 SLOPES, SHIFTS = np.array([4.0, -2.0]), np.array([-4.0, 4.0])
 
 
-def slope(y: Any) -> Any:
+def compute_slope(y: Any) -> Any:
     """f'(y)."""
     return y / np.sqrt(y**2 + 4)
 
 
-def _root(move: Callable[[float], float]) -> float:
+def _find_root(move: Callable[[float], float]) -> float:
     return brentq(move, 0.5, 2, xtol=1e-14)  # pyright: ignore[reportReturnType]
 
 
-def averaging_limit(name: str, local_steps: int, lr: float) -> float:
+def find_averaging_limit(name: str, local_steps: int, lr: float) -> float:
     """Where a round of FedAvg-CO does not move x; lr = 0 is the limit of small steps."""
 
     def move(x: float) -> float:
         own, total = np.full(2, x), np.zeros(2)
         for step in range(local_steps):
             inner = np.full(2, x) if name == "fedavg-co-2" and step == 0 else SLOPES * own + SHIFTS
-            pull = SLOPES * slope(inner)
+            pull = SLOPES * compute_slope(inner)
             own, total = own - lr * pull, total + pull
         return float(total.mean())
 
-    return 0.0 if move(0.0) == 0 else _root(move)
+    return 0.0 if move(0.0) == 0 else _find_root(move)
 
 
-def printed_limit() -> float:
+def find_printed_limit() -> float:
     """FedDRO in the printed order with beta = 0: a local step moves y by lr f'(y) mean a^2, and x only by
     lr f'(y) mean a. So y is used up before x has arrived."""
     return 0.5 * (1 - SLOPES.mean() / np.mean(SLOPES**2))
 
 
-def mixed_limit(rate: float) -> float:
+def find_mixed_limit(rate: float) -> float:
     """Local-SCGD that averages its estimates: composed with a mixture of all clients' inner values and the own ones."""
-    move = lambda x: np.mean(SLOPES * slope((1 - rate) * x + rate * (SLOPES * x + SHIFTS)))
-    return _root(move)
+    move = lambda x: np.mean(SLOPES * compute_slope((1 - rate) * x + rate * (SLOPES * x + SHIFTS)))
+    return _find_root(move)
 
 
-def ds_limit(lr: float, beta: float, local_steps: int) -> float:
+def find_ds_limit(lr: float, beta: float, local_steps: int) -> float:
     """Where a round of DS-FedDRO with the local y moves neither x nor y."""
 
     def move(state: np.ndarray) -> np.ndarray:
         x, y = (np.full(2, value) for value in state)
         for _ in range(local_steps):
-            x = x - lr * SLOPES * slope(y)
+            x = x - lr * SLOPES * compute_slope(y)
             y = (1 - beta) * y + beta * (SLOPES * x + SHIFTS)
         return np.array([x.mean(), y.mean()]) - state
 

@@ -21,12 +21,12 @@ from nestfed.report.style import BASELINE, COLOURS
 def make_page(trainings: Trainings) -> Page:
     found = {name: trainings.table(name) for name in trainings.names()}
     judging = ("fedavg-co", "small-steps", "feddro", "ds-feddro", "schedules")
-    shown = {name: digits(table) for name, table in found.items() if name not in ("figure7", "paths")}
+    shown = {name: format_digits(table) for name, table in found.items() if name not in ("figure7", "paths")}
     return Page(
         tables=found,
         figures={
-            "figure7": functools.partial(figure_seven, found["figure7"]),
-            "counterexample": functools.partial(landscape, found["paths"]),
+            "figure7": functools.partial(draw_figure_seven, found["figure7"]),
+            "counterexample": functools.partial(draw_landscape, found["paths"]),
         },
         claims=check_claims(*(found[name] for name in judging)),
         words={"resolution": REACHED},
@@ -35,7 +35,7 @@ def make_page(trainings: Trainings) -> Page:
     )
 
 
-def digits(table: pd.DataFrame) -> pd.DataFrame:
+def format_digits(table: pd.DataFrame) -> pd.DataFrame:
     """Places with seven decimals, as people read them; what came out below the resolution is zero."""
     place = lambda value: "–" if np.isnan(value) else f"{value if abs(value) >= 5e-8 else 0.0:.7f}"
     settings = ("step size", "beta", "6 beta (I - 1)", "eta = beta")
@@ -60,7 +60,7 @@ def check_claims(averaging: Any, small_steps: Any, feddro: Any, ds: Any, schedul
     }
     place = lambda row: f"η = {row['step size']:g}, β = {row['beta']:g}, I = {int(row['local steps'])}"
     ends = lambda column, own: {
-        place(row): exactly(row[column] if np.isfinite(row[column]) else np.inf, remark=_swings(row[column]))
+        place(row): exactly(row[column] if np.isfinite(row[column]) else np.inf, remark=_describe_swings(row[column]))
         for _, row in own.iterrows()
     }
     arrives = within(REACHED)
@@ -119,7 +119,7 @@ def check_claims(averaging: Any, small_steps: Any, feddro: Any, ds: Any, schedul
     ]
 
 
-def _swings(limit: float) -> str:
+def _describe_swings(limit: float) -> str:
     return "" if np.isfinite(limit) else "it goes on swinging"
 
 
@@ -166,11 +166,11 @@ LOOKS: dict[str, tuple[str, Any, tuple[float, float], str, str, str]] = {
 }
 
 
-def outer(y: Any) -> Any:
+def compute_outer(y: Any) -> Any:
     return np.sqrt(y**2 + 4)
 
 
-def landscape(paths: pd.DataFrame) -> Figure:
+def draw_landscape(paths: pd.DataFrame) -> Figure:
     """Above: the objective, and what the clients see of it. Below, on the same axis and with time downwards: where the
     methods go. The marbles above are the ends of the paths below."""
     by_method = {str(title): path for title, path in paths.groupby("method", sort=False)}
@@ -205,10 +205,10 @@ def landscape(paths: pd.DataFrame) -> Figure:
 
 def _draw_landscape(axes: Any, ends: Mapping[str, float]) -> None:
     x = np.linspace(*SPAN, 400)
-    first, second = (outer(a * x + b) for a, b in zip(SLOPES, SHIFTS, strict=True))
+    first, second = (compute_outer(a * x + b) for a, b in zip(SLOPES, SHIFTS, strict=True))
     axes.plot(x, first, x, second, color="#B9C0C7", linewidth=1.5)
     axes.plot(x, (first + second) / 2, color=BASELINE, linewidth=2.2, linestyle=(0, (5, 2.5)))
-    axes.plot(x, outer(x), color=INK, linewidth=3.2, zorder=3)
+    axes.plot(x, compute_outer(x), color=INK, linewidth=3.2, zorder=3)
     say = lambda text, at, colour, **more: axes.text(
         *at, text, color=colour, **{"fontsize": 9.5, "linespacing": 1.3, "va": "center"} | more
     )
@@ -226,14 +226,14 @@ def _draw_landscape(axes: Any, ends: Mapping[str, float]) -> None:
         arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.9, "shrinkB": 4},
     )
     say("the objective, f of the mean:\nleast at 0", (SPAN[0] + 0.02, 1.88), INK, fontweight="bold")
-    say("start", (0.5, outer(0.5) + 0.19), INK, ha="center", va="bottom", fontstyle="italic")
-    axes.plot(0.5, outer(0.5) + 0.13, "v", markersize=7, color=INK, zorder=4)
+    say("start", (0.5, compute_outer(0.5) + 0.19), INK, ha="center", va="bottom", fontstyle="italic")
+    axes.plot(0.5, compute_outer(0.5) + 0.13, "v", markersize=7, color=INK, zorder=4)
     for name, (colour, *_) in LOOKS.items():
-        axes.plot(ends[name], outer(ends[name]), "o", color=colour, **_marble(name))
+        axes.plot(ends[name], compute_outer(ends[name]), "o", color=colour, **_describe_marble(name))
     axes.set(ylim=(1.75, 3.75), yticks=[2, 2.5, 3, 3.5], ylabel="value")
 
 
-def _marble(name: str) -> dict[str, Any]:
+def _describe_marble(name: str) -> dict[str, Any]:
     """Two methods end at 0: the one is seen around the other."""
     return {"markersize": 14 if name == "FedDRO" else 9.5, "markeredgecolor": "white", "zorder": 6}
 
@@ -244,7 +244,7 @@ def _draw_paths(axes: Any, paths: Mapping[str, pd.DataFrame]) -> None:
         path = paths[name]
         end = float(path["x"].iloc[-1])
         axes.plot(path["x"], path["round"], color=colour, linestyle=dash, linewidth=2.8, solid_capstyle="butt")
-        axes.plot(end, path["round"].iloc[-1], "o", color=colour, clip_on=False, **_marble(name))
+        axes.plot(end, path["round"].iloc[-1], "o", color=colour, clip_on=False, **_describe_marble(name))
         darker = tuple(0.78 * part for part in to_rgb(colour))
         place = {"ha": side, "fontsize": 10, "linespacing": 1.35}
         axes.text(*at, title, color=darker, fontweight="bold", va="bottom", **place)
@@ -253,7 +253,7 @@ def _draw_paths(axes: Any, paths: Mapping[str, pd.DataFrame]) -> None:
     axes.tick_params(axis="x", labelcolor=INK)
 
 
-def figure_seven(paths: pd.DataFrame) -> Figure:
+def draw_figure_seven(paths: pd.DataFrame) -> Figure:
     """Figure 7: case II over rounds, for several step sizes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.2, 4.4), layout="constrained")

@@ -20,7 +20,12 @@ import pandas as pd
 from nestfed.algorithms import make
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Table, tabulate
-from nestfed.experiments.counterexample.limits import averaging_limit, ds_limit, mixed_limit, printed_limit
+from nestfed.experiments.counterexample.limits import (
+    find_averaging_limit,
+    find_ds_limit,
+    find_mixed_limit,
+    find_printed_limit,
+)
 from nestfed.problems.toys import counterexample
 from nestfed.verbs.sweeps import Sweep, sweep
 
@@ -79,7 +84,7 @@ class Trainings(frame.Trainings[Plan]):
             return tabulate(functools.partial(TABLES[name], self.plan, self.progress))
 
 
-def runs(
+def run_settings(
     name: str, changes: Sequence[dict[str, Any]], rounds: int, progress: bool | None, *, every: int | None = None,
     scope: str = "global", **settings: Any,
 ) -> Sweep:  # fmt: skip
@@ -89,89 +94,96 @@ def runs(
     return sweep(algorithms, task, rounds=rounds, evaluate_every=every, progress=progress, title=name)
 
 
-def places(done: Sweep) -> np.ndarray:
+def read_places(done: Sweep) -> np.ndarray:
     """x by setting and evaluation."""
     return done.history["x"][:, 0]
 
 
-def ends(done: Sweep) -> list[tuple[float, float]]:
+def read_ends(done: Sweep) -> list[tuple[float, float]]:
     """(x, y) at the end of every setting."""
     return [(float(one.server.x[0, 0]), float(one.server.y[0, 0])) for one in done.runs]
 
 
-def fedavg_co_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_fedavg_co(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """T1a and T1b: the first rounds, the lowest point and the limit for several step sizes, two local steps."""
     rows = []
     for name, title in TITLES.items():
         changes = [{"lr": lr} for lr in (NEAR[name], *plan.rates)]
-        first = places(runs(name, changes, 3, progress, every=1))
-        whole = places(runs(name, changes, plan.rounds, progress, every=20))
+        first = read_places(run_settings(name, changes, 3, progress, every=1))
+        whole = read_places(run_settings(name, changes, plan.rounds, progress, every=20))
         for change, start, x in zip(changes, first, whole, strict=True):
             rows.append(
                 {"method": title, "step size": change["lr"]}
                 | {f"round {r}": start[r] for r in (1, 2, 3)}
-                | {"lowest": min(x.min(), start.min()), "limit": x[-1], "expected": averaging_limit(name, 2, **change)}
+                | {
+                    "lowest": min(x.min(), start.min()),
+                    "limit": x[-1],
+                    "expected": find_averaging_limit(name, 2, **change),
+                }
             )
     return pd.DataFrame(rows)
 
 
-def small_steps_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_small_steps(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """Limits for vanishing step sizes, extrapolated from two small ones: what is wrong is not the step size."""
     rows = []
     for name, title in TITLES.items():
         for steps in plan.local_steps:
             rates = (0.001, 0.0005)
-            coarse, fine = places(runs(name, [{"lr": lr} for lr in rates], plan.rounds, progress, local_steps=steps))[
-                :, -1
-            ]
+            coarse, fine = read_places(
+                run_settings(name, [{"lr": lr} for lr in rates], plan.rounds, progress, local_steps=steps)
+            )[:, -1]
             rows.append(
                 {
                     "method": title, "local steps": steps, "limit": 2 * fine - coarse,
-                    "expected": averaging_limit(name, steps, lr=0.0),
+                    "expected": find_averaging_limit(name, steps, lr=0.0),
                 }
             )  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def feddro_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_feddro(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """T1c: x and y after some rounds in both orders, step size 0.04, two local steps."""
     rows = []
     for order in ("consistent", "printed"):
         changes = [{"beta": beta} for beta in plan.betas]
         reached = {
-            r: ends(runs("feddro", changes, r, progress, lr=0.04, order=order)) for r in (1, 2, 100, plan.rounds)
+            r: read_ends(run_settings("feddro", changes, r, progress, lr=0.04, order=order))
+            for r in (1, 2, 100, plan.rounds)
         }
         for i, beta in enumerate(plan.betas):
             wrong = order == "printed" and beta == 0
             rows.append(
                 {"order": order, "beta": beta}
                 | {f"{v}, round {r}": reached[r][i][j] for r in (1, 2, 100) for j, v in enumerate("xy")}
-                | {"limit": reached[plan.rounds][i][0], "expected": printed_limit() if wrong else 0.0}
+                | {"limit": reached[plan.rounds][i][0], "expected": find_printed_limit() if wrong else 0.0}
             )
     return pd.DataFrame(rows)
 
 
-def ds_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_ds(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """T1d: limits of DS-FedDRO with the local and with the broadcast y, and with server rates of 1.3."""
     rows = []
     for lr, beta, steps in plan.ds:
         settings = {"lr": lr, "beta": beta, "local_steps": steps}
         last = plan.rounds - 1  # and after it the end: a run that swings differs in the two
-        end = lambda **more: places(runs("ds-feddro", [settings | more], plan.rounds, progress, every=last))[0, -2:]
+        end = lambda **more: read_places(
+            run_settings("ds-feddro", [settings | more], plan.rounds, progress, every=last)
+        )[0, -2:]
         local, broadcast = end(), end(inner_eval="broadcast")
         rates = end(server_lr=1.3, server_inner_lr=1.3)
         settled = lambda x: x[-1] if abs(x[1] - x[0]) < REACHED else np.nan
         rows.append(
             {
                 "step size": lr, "beta": beta, "local steps": steps, "limit, local y": settled(local),
-                "expected": ds_limit(lr, beta, steps), "6 beta (I - 1)": 6 * beta * (steps - 1),
+                "expected": find_ds_limit(lr, beta, steps), "6 beta (I - 1)": 6 * beta * (steps - 1),
                 "limit, local y, server rates 1.3": settled(rates), "limit, broadcast y": settled(broadcast),
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def schedules_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_schedules(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """DS-FedDRO, local y, with step sizes that fall with the number T of local steps as in Theorem 5.2: eta =
     sqrt(I / T), beta = eta, and server rates 1 or sqrt(K / T). Where it is after T steps, and where these would
     lead."""
@@ -181,23 +193,23 @@ def schedules_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
         lr = math.sqrt(steps / total)
         rates = {"1": 1.0, "sqrt(K / T)": math.sqrt(clients / total)}
         changes = [{"server_lr": rate, "server_inner_lr": rate} for rate in rates.values()]
-        done = runs("ds-feddro", changes, total // steps, progress, local_steps=steps, lr=lr, beta=lr)
-        for name, x in zip(rates, places(done)[:, -1], strict=True):
+        done = run_settings("ds-feddro", changes, total // steps, progress, local_steps=steps, lr=lr, beta=lr)
+        for name, x in zip(rates, read_places(done)[:, -1], strict=True):
             rows.append(
                 {"local steps": steps, "T": total, "eta = beta": lr, "server rates": name}
-                | {"x after T steps": x, "limit": ds_limit(lr, lr, steps), "6 beta (I - 1)": 6 * lr * (steps - 1)}
+                | {"x after T steps": x, "limit": find_ds_limit(lr, lr, steps), "6 beta (I - 1)": 6 * lr * (steps - 1)}
             )
     return pd.DataFrame(rows)
 
 
-def others_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_others(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """T1e: what the other methods for compositions solve."""
     one = {"local_steps": 1}
-    local = averaging_limit("fedavg-co-1", 1, lr=0.0)
+    local = find_averaging_limit("fedavg-co-1", 1, lr=0.0)
     cases: list[tuple[str, str, str, dict[str, Any], float]] = [
         ("ComFedL", "comfedl", "local", {"lr": 0.04} | one, local),
         ("Local-SCGD, own estimates", "local-scgd-own", "local", {"lr": 0.04} | one, local),
-        ("Local-SCGD, averaged estimates", "local-scgd", "local", {"lr": 0.04} | one, mixed_limit(0.5)),
+        ("Local-SCGD, averaged estimates", "local-scgd", "local", {"lr": 0.04} | one, find_mixed_limit(0.5)),
         ("MBSGD, local plug-in", "mbsgd", "global", {"lr": 0.04, "plugin": "local"} | one, local),
         ("MBSGD", "mbsgd", "global", {"lr": 0.04} | one, 0.0),
         ("SCGD, beta = 0.5", "scgd", "global", {"lr": 0.04, "beta": 0.5} | one, 0.0),
@@ -205,38 +217,38 @@ def others_table(plan: Plan, progress: bool | None) -> pd.DataFrame:
     ]
     rows = []
     for title, name, scope, settings, expected in cases:
-        x = places(runs(name, [settings], plan.rounds, progress, scope=scope))[0, -1]
+        x = read_places(run_settings(name, [settings], plan.rounds, progress, scope=scope))[0, -1]
         rows.append({"method": title, "limit": x, "expected": expected})
     return pd.DataFrame(rows)
 
 
-def figure_seven_paths(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_figure_seven(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """x over rounds of case II for several step sizes."""
     rounds = min(plan.rounds, 10_000)
-    done = runs("fedavg-co-2", [{"lr": lr} for lr in plan.rates], rounds, progress, every=1)
+    done = run_settings("fedavg-co-2", [{"lr": lr} for lr in plan.rates], rounds, progress, every=1)
     keep = np.unique(np.concatenate([np.arange(10), np.geomspace(10, rounds, 200).astype(int)]))
-    paths = zip(plan.rates, places(done), strict=True)
+    paths = zip(plan.rates, read_places(done), strict=True)
     return pd.concat([pd.DataFrame({"step size": lr, "round": keep, "x": x[keep]}) for lr, x in paths])
 
 
-def shown_paths(plan: Plan, progress: bool | None) -> pd.DataFrame:
+def tabulate_shown_paths(plan: Plan, progress: bool | None) -> pd.DataFrame:
     """x over rounds of the methods of the figure, all with the same step size and local steps."""
     rounds = min(plan.rounds, 1000)
     keep = np.unique(np.concatenate([np.arange(20), np.geomspace(20, rounds, 120).astype(int)]))
     parts = []
     for title, (name, settings) in SHOWN.items():
-        x = places(runs(name, [settings], rounds, progress, every=1, lr=0.04))[0]
+        x = read_places(run_settings(name, [settings], rounds, progress, every=1, lr=0.04))[0]
         parts.append(pd.DataFrame({"method": title, "round": keep, "x": x[keep]}))
     return pd.concat(parts)
 
 
 TABLES: dict[str, Callable[[Plan, bool | None], pd.DataFrame]] = {
-    "fedavg-co": fedavg_co_table,
-    "small-steps": small_steps_table,
-    "feddro": feddro_table,
-    "ds-feddro": ds_table,
-    "schedules": schedules_table,
-    "others": others_table,
-    "figure7": figure_seven_paths,
-    "paths": shown_paths,
+    "fedavg-co": tabulate_fedavg_co,
+    "small-steps": tabulate_small_steps,
+    "feddro": tabulate_feddro,
+    "ds-feddro": tabulate_ds,
+    "schedules": tabulate_schedules,
+    "others": tabulate_others,
+    "figure7": tabulate_figure_seven,
+    "paths": tabulate_shown_paths,
 }

@@ -2,7 +2,7 @@
 
 Prepared as for "Robust optimization for fairness with noisy protected groups" (Wang et al. 2020): the training and the
 test file together, numbers cut into buckets, three groups. The columns of the groups white, black and other are no
-features, but the detailed races within other are. The proxy is a feature, too: `with_proxies` appends it, so that it
+features, but the detailed races within other are. The proxy is a feature, too: `append_proxies` appends it, so that it
 can be drawn anew at any time.
 """
 
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
-from nestfed.core.randomness import fold, priorities
+from nestfed.core.randomness import draw_priorities, fold
 from nestfed.core.settings import UserError
 from nestfed.core.types import AnyArray, Array, ArrayLike
 from nestfed.data import partition as rules
 from nestfed.data.features import Category, Encoder, LevelTotals, read_numbers
 from nestfed.data.partition import TEST, TRAIN, VALIDATION
 from nestfed.data.sources import load
-from nestfed.data.table import Column, columns_of, is_number
+from nestfed.data.table import Column, is_number, list_columns
 
 GROUPS = ("white", "black", "other")
 _VALIDATION_STREAM = 5  # of the seed, beside those of the partition and of federated tables
@@ -99,7 +99,7 @@ class BucketEncoder(Encoder):
         rows = np.ones(len(frame), bool) if rows is None else rows
         levels = lambda name, values: Levels.fit(name, LevelTotals.of(values))
         fit = lambda name, values: Buckets.fit(values, rows) if is_number(values) else levels(name, values)
-        return cls("bucketed", tuple(fit(name, values) for name, values in columns_of(frame)))
+        return cls("bucketed", tuple(fit(name, values) for name, values in list_columns(frame)))
 
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -118,12 +118,14 @@ class NoisyGroups:
     client_names: tuple[str, ...]
     feature_names: tuple[str, ...]
 
-    def holdings(self) -> pd.DataFrame:
+    def count_holdings(self) -> pd.DataFrame:
         """Rows per client, true group, label and part."""
-        return rules.holdings(self.client, self.true_group, self.label, self.part, self.client_names, self.group_names)
+        return rules.count_holdings(
+            self.client, self.true_group, self.label, self.part, self.client_names, self.group_names
+        )
 
 
-def adult_noisy_groups(
+def deal_noisy_groups(
     *, clients: int = 8, train_fraction: float = 0.8, validation_fraction: float = 0.125, seed: int = 0
 ) -> NoisyGroups:
     """Adult, all 48,842 rows, in equal random parts for the clients.
@@ -139,7 +141,7 @@ def adult_noisy_groups(
     group = np.select([race == "White", race == "Black"], [0, 1], 2).astype(np.int32)
     label = table.labels()
     test = rules.split_by_group(group, 1 - train_fraction, seed)
-    place = rules.ranks(group[~test], rules.generator(seed, _VALIDATION_STREAM))
+    place = rules.draw_ranks(group[~test], rules.make_generator(seed, _VALIDATION_STREAM))
     aside = np.rint(np.bincount(group[~test]) * validation_fraction).astype(int)
     part = np.full(len(group), TEST, np.int8)
     part[~test] = np.where(place < aside[group[~test]], VALIDATION, TRAIN)
@@ -165,7 +167,7 @@ def _check_fraction(name: str, value: float) -> None:
         raise UserError(f"{name}={value} was given; it must be above 0 and below 1.")
 
 
-def proxy_groups(
+def draw_proxies(
     true_group: AnyArray,
     noise: float,
     seed: ArrayLike,
@@ -183,13 +185,13 @@ def proxy_groups(
         raise UserError(f"noise={noise} was given; it is the share of wrong proxies, from 0 to 1.")
     true_group = jnp.asarray(true_group)
     row = jnp.arange(true_group.shape[0]) if row is None else jnp.asarray(row)
-    words = priorities(fold(jax.random.key(seed), epoch), row)
+    words = draw_priorities(fold(jax.random.key(seed), epoch), row)
     # Words below the last limit move on to another group: by as many as there are limits above the word.
     limits = np.rint(noise * np.arange(1, groups) / (groups - 1) * 2.0**32).clip(max=2.0**32 - 1).astype(np.uint32)
     moves = (words[:, None] < limits[None]).sum(1, dtype="int32")
     return (true_group.astype("int32") + moves) % groups
 
 
-def with_proxies(inputs: AnyArray, proxy: AnyArray, groups: int = 3) -> Array:
+def append_proxies(inputs: AnyArray, proxy: AnyArray, groups: int = 3) -> Array:
     """Inputs [rows, features] with a 0/1 column for each proxy group appended."""
     return jnp.concatenate([inputs, jax.nn.one_hot(proxy, groups, dtype=inputs.dtype)], axis=-1)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from nestfed.data import load
 from nestfed.experiments import plots
-from nestfed.experiments.cells import in_words
+from nestfed.experiments.cells import describe_settings
 from nestfed.experiments.claims import Case, Claim, above, below, compare, within
 from nestfed.experiments.dro_fairness.data import GROUPS
 from nestfed.experiments.dro_fairness.plan import (
@@ -25,8 +25,8 @@ from nestfed.experiments.dro_fairness.plan import (
     Training,
     Trainings,
 )
-from nestfed.experiments.frame import Experiment, Page, markdown
-from nestfed.report.style import file_name, number, spread
+from nestfed.experiments.frame import Experiment, Page, format_markdown
+from nestfed.report.style import format_number, format_spread, make_file_name
 
 SHOWN = {
     "train_accuracy": "train accuracy",
@@ -38,10 +38,10 @@ COMPARABLE = 0.01  # violations that differ by less
 
 
 def make_page(trainings: Trainings) -> Page:
-    plan, seeds, cost = trainings.plan, seeds_table(trainings), cost_table(trainings)
-    final = final_table(seeds)
+    plan, seeds, cost = trainings.plan, tabulate_seeds(trainings), tabulate_costs(trainings)
+    final = tabulate_final(seeds)
     drawn = draw_figures(trainings, final)
-    rows = functools.partial(rows_of, final, trainings)
+    rows = functools.partial(select_rows, final, trainings)
     compared = rows(trainings.compared, "rounds", "steps")
     local_steps = rows(trainings.local_steps, "rounds", "steps").sort_values(["after", "method", "local steps"])
     few = rows(trainings.few_clients, "rounds").sort_values(["local steps", "clients"])
@@ -58,8 +58,8 @@ def make_page(trainings: Trainings) -> Page:
         tables={
             "seeds": seeds,
             "final": final,
-            "chosen": choice_table(trainings),
-            "paper-rates": paper_rates_table(trainings),
+            "chosen": tabulate_choices(trainings),
+            "paper-rates": tabulate_paper_rates(trainings),
             "cost": cost,
         },
         figures=drawn,
@@ -70,15 +70,15 @@ def make_page(trainings: Trainings) -> Page:
             "betas": BETAS,
             "drawn": list(drawn),
             "value": value,
-            "number": number,
+            "number": format_number,
             "always_no": 1 - load("adult-all").labels().mean(),
             "at_equal_steps": rows(trainings.local_steps, "steps")["train objective"],
-            "methods": shown_table(compared, ["reading", "after", "method", "lr"], titles),
-            "rates": shown_table(compared, ["reading", "after", "method"], [*tpr, *proxies]),
-            "local_steps": shown_table(
+            "methods": format_table(compared, ["reading", "after", "method", "lr"], titles),
+            "rates": format_table(compared, ["reading", "after", "method"], [*tpr, *proxies]),
+            "local_steps": format_table(
                 local_steps, ["after", "method", "local steps", "lr", "beta"], [*titles, "train objective"]
             ),
-            "clients": shown_table(few, ["local steps", "clients", "lr"], titles),
+            "clients": format_table(few, ["local steps", "clients", "lr"], titles),
         },
         shown={"cost": cost.astype({"exchanges": int, "bytes up": int, "bytes down": int})},
         digits=6,
@@ -86,19 +86,19 @@ def make_page(trainings: Trainings) -> Page:
     )
 
 
-def seeds_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_seeds(trainings: Trainings) -> pd.DataFrame:
     """One row per training, occasion and seed: all metrics of the chosen setting."""
     rows = []
     for training in trainings.all_trainings:
-        for after in trainings.occasions(training):
+        for after in trainings.list_occasions(training):
             words = trainings.cell(training.name).settings[trainings.choose(training, after)]
-            about = _about(trainings, training, after) | {"lr": words["lr"], "beta": words.get("beta", np.nan)}
-            result = with_spreads(trainings.measured(training, after)).reset_index()
+            about = _describe(trainings, training, after) | {"lr": words["lr"], "beta": words.get("beta", np.nan)}
+            result = add_spreads(trainings.measured(training, after)).reset_index()
             rows.append(result.assign(**about)[[*about, *result.columns]])
     return pd.concat(rows, ignore_index=True)
 
 
-def _about(trainings: Trainings, training: Training, after: str) -> dict[str, Any]:
+def _describe(trainings: Trainings, training: Training, after: str) -> dict[str, Any]:
     return {
         "reading": training.reading,
         "method": TITLES[training.method],
@@ -111,7 +111,7 @@ def _about(trainings: Trainings, training: Training, after: str) -> dict[str, An
 KEYS = ["reading", "method", "local steps", "clients", "after"]
 
 
-def final_table(seeds: pd.DataFrame) -> pd.DataFrame:
+def tabulate_final(seeds: pd.DataFrame) -> pd.DataFrame:
     """Means and standard deviations over seeds of the metrics shown, in the order of the trainings."""
     grouped = seeds.groupby(KEYS, sort=False, dropna=False)
     columns: dict[str, Any] = {"lr": grouped["lr"].first(), "beta": grouped["beta"].first()}
@@ -128,36 +128,36 @@ def final_table(seeds: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns | {"seeds": grouped.size()}).reset_index()
 
 
-def rows_of(final: Any, trainings: Trainings, wanted: Sequence[Training], *after: str) -> Any:
+def select_rows(final: Any, trainings: Trainings, wanted: Sequence[Training], *after: str) -> Any:
     """The rows of the final table about these trainings on these occasions."""
-    keys = {tuple(_about(trainings, training, occasion).values()) for training in wanted for occasion in after}
+    keys = {tuple(_describe(trainings, training, occasion).values()) for training in wanted for occasion in after}
     return final[[key in keys for key in final[KEYS].itertuples(index=False, name=None)]]
 
 
-def shown_table(final: Any, keys: Sequence[str], metrics: Sequence[str]) -> str:
+def format_table(final: Any, keys: Sequence[str], metrics: Sequence[str]) -> str:
     """Rows of the final table as Markdown: mean ± standard deviation."""
     shown = final[list(keys)].map(lambda value: f"{value:g}" if isinstance(value, float) else value)
     for metric in metrics:
         moments = zip(final[metric], final[f"{metric}, std"], final["seeds"], strict=True)
-        shown[metric] = [spread(mean, std, n) for mean, std, n in moments]
-    return markdown(shown)
+        shown[metric] = [format_spread(mean, std, n) for mean, std, n in moments]
+    return format_markdown(shown)
 
 
-def choice_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_choices(trainings: Trainings) -> pd.DataFrame:
     """What was chosen for every training and occasion, and how the best of the paper's step sizes compares."""
     rows = []
     for training in trainings.all_trainings:
         cell = trainings.cell(training.name)
         rates = sorted({words["lr"] for words in cell.settings})
-        for after in trainings.occasions(training):
+        for after in trainings.list_occasions(training):
             score = lambda setting: trainings.measured(training, after, setting)[training.chosen_by].mean()
             best = trainings.choose(training, after)
             published = trainings.choose(training, after, trainings.plan.paper_rates)
             words = cell.settings[best]
             rows.append(
-                _about(trainings, training, after)
+                _describe(trainings, training, after)
                 | {
-                    "chosen": in_words(words),
+                    "chosen": describe_settings(words),
                     "at the edge": "yes" if words["lr"] in (rates[0], rates[-1]) else "",
                     "score": score(best),
                     "best of the paper's": f"{cell.settings[published]['lr']:g}",
@@ -169,7 +169,7 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def cost_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_costs(trainings: Trainings) -> pd.DataFrame:
     """What a client sends in a round of the paper's count, at one step per round and at the most."""
     rows = []
     several = [t for t in trainings.local_steps if t.local_steps == max(trainings.plan.local_steps)]
@@ -187,7 +187,7 @@ def cost_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def paper_rates_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_paper_rates(trainings: Trainings) -> pd.DataFrame:
     """The methods after the paper's rounds, if only the paper's step sizes are allowed."""
     rows = []
     for training in trainings.compared:
@@ -196,7 +196,7 @@ def paper_rates_table(trainings: Trainings) -> pd.DataFrame:
         lr = trainings.cell(training.name).settings[setting]["lr"]
         row: dict[str, Any] = {"reading": training.reading, "method": TITLES[training.method], "lr": f"{lr:g}"}
         for metric, title in SHOWN.items():
-            row[title] = spread(result[metric].mean(), result[metric].std(ddof=1), len(result))
+            row[title] = format_spread(result[metric].mean(), result[metric].std(ddof=1), len(result))
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -206,16 +206,20 @@ def paper_rates_table(trainings: Trainings) -> pd.DataFrame:
 
 def check_claims(trainings: Trainings) -> list[Claim]:
     """What the paper says; the claims on methods once more with positives as the reference."""
-    claims = _method_claims(trainings, "rows", "") + _local_steps_claims(trainings) + _clients_claims(trainings)
-    return claims + (_method_claims(trainings, "positives", "b") if "positives" in trainings.plan.readings else [])
+    claims = (
+        _make_method_claims(trainings, "rows", "")
+        + _make_local_steps_claims(trainings)
+        + _make_clients_claims(trainings)
+    )
+    return claims + (_make_method_claims(trainings, "positives", "b") if "positives" in trainings.plan.readings else [])
 
 
-def _minus(trainings: Trainings, one: Training, other: Training, metric: str, after: str) -> Case:
-    own, others = (with_spreads(trainings.measured(training, after))[metric] for training in (one, other))
+def _compare(trainings: Trainings, one: Training, other: Training, metric: str, after: str) -> Case:
+    own, others = (add_spreads(trainings.measured(training, after))[metric] for training in (one, other))
     return compare(own, others)
 
 
-def with_spreads(measured: Any) -> Any:
+def add_spreads(measured: Any) -> Any:
     """With how far the true positive rates of the groups lie apart; the violation looks at one side only."""
     spreads = {}
     for part in ("train", "test"):
@@ -224,13 +228,13 @@ def with_spreads(measured: Any) -> Any:
     return measured.assign(**spreads)
 
 
-def _method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]:
+def _make_method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]:
     clients, ours = trainings.plan.clients, bool(mark)
     theirs = {"gcivr": Training("gcivr", clients, reading=reading), "unconstrained": Training("unconstrained", clients)}
 
     def against(baseline: str, measure: str) -> dict[str, Case]:
         return {
-            f"{TITLES[method]}, {part}, {trainings.occasion(after)}": _minus(
+            f"{TITLES[method]}, {part}, {trainings.occasion(after)}": _compare(
                 trainings, Training(method, clients, reading=reading), theirs[baseline], f"{part}_{measure}", after
             )
             for method in PROPOSED
@@ -241,7 +245,7 @@ def _method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]
     of = "" if not mark else " (positives as the reference)"
     first, second = (Training(method, clients, reading=reading) for method in PROPOSED)
     ahead = {
-        trainings.occasion(after): _minus(trainings, first, second, "train_accuracy", after)
+        trainings.occasion(after): _compare(trainings, first, second, "train_accuracy", after)
         for after in ("rounds", "steps")
     }
     return [
@@ -297,13 +301,13 @@ def _method_claims(trainings: Trainings, reading: str, mark: str) -> list[Claim]
     ]
 
 
-def _local_steps_claims(trainings: Trainings) -> list[Claim]:
+def _make_local_steps_claims(trainings: Trainings) -> list[Claim]:
     plan = trainings.plan
     most, enough = max(plan.local_steps), plan.saturation
 
     def contrast(many: int, few: int) -> dict[str, Case]:
         return {
-            f"{TITLES[method]}, {part}, {many} minus {few}": _minus(
+            f"{TITLES[method]}, {part}, {many} minus {few}": _compare(
                 trainings,
                 Training(method, plan.clients, many),
                 Training(method, plan.clients, few),
@@ -333,7 +337,7 @@ def _local_steps_claims(trainings: Trainings) -> list[Claim]:
     ]
 
 
-def _clients_claims(trainings: Trainings) -> list[Claim]:
+def _make_clients_claims(trainings: Trainings) -> list[Claim]:
     plan = trainings.plan
     many, few = max(plan.few_clients), min(plan.few_clients)
 
@@ -348,7 +352,7 @@ def _clients_claims(trainings: Trainings) -> list[Claim]:
         for steps, metric in itertools.product(plan.few_clients_steps, metrics):
             one, other = (Training("feddro", n, steps) for n in (many, few))
             case = f"{metric.split('_')[0]}, {steps} local step{'s' if steps > 1 else ''}"
-            found[f"{case}, each with its step size"] = _minus(trainings, one, other, metric, "rounds")
+            found[f"{case}, each with its step size"] = _compare(trainings, one, other, metric, "rounds")
             found[f"{case}, one step size"] = same_step(steps, metric)
         return found
 
@@ -380,28 +384,28 @@ def draw_figures(trainings: Trainings, final: Any) -> dict[str, Callable[[], Fig
     drawn = [("rows", "rounds", "test"), ("rows", "rounds", "train"), ("rows", "steps", "test")]
     drawn += [("positives", "steps", "test")] if "positives" in plan.readings else []
     found = {
-        file_name("methods", reading, trainings.occasion(after), part): functools.partial(
-            methods_figure, trainings, reading, after, part
+        make_file_name("methods", reading, trainings.occasion(after), part): functools.partial(
+            draw_methods, trainings, reading, after, part
         )
         for reading, after, part in drawn
     }
-    rows = rows_of(final, trainings, trainings.local_steps, "rounds")
+    rows = select_rows(final, trainings, trainings.local_steps, "rounds")
     metrics = {name: name for name in ("train accuracy", "test accuracy", "train objective")}
-    name = file_name("local steps", trainings.occasion("rounds"))
-    found[name] = functools.partial(plots.lines_over, rows, "local steps", metrics)
-    few = rows_of(final, trainings, trainings.few_clients, "rounds")
+    name = make_file_name("local steps", trainings.occasion("rounds"))
+    found[name] = functools.partial(plots.draw_lines_over, rows, "local steps", metrics)
+    few = select_rows(final, trainings, trainings.few_clients, "rounds")
     few = few.assign(method=[f"FedDRO, I = {steps}" for steps in few["local steps"]])
-    found["clients"] = functools.partial(plots.lines_over, few, "clients", metrics)
+    found["clients"] = functools.partial(plots.draw_lines_over, few, "clients", metrics)
     return found
 
 
-def methods_figure(trainings: Trainings, reading: str, after: str, part: str) -> Figure:
+def draw_methods(trainings: Trainings, reading: str, after: str, part: str) -> Figure:
     others = [training for training in trainings.compared if training.reading == reading]
     shown = dict.fromkeys([*others, Training("unconstrained", trainings.plan.clients)])
     history = pd.concat([trainings.history(training, after) for training in shown], ignore_index=True)
     metrics = {name: title for name, title in SHOWN.items() if name.startswith(part)}
     about = f"communication rounds, one step each. {plots.BAND}"
-    return plots.metric_panels(history, metrics, TITLES, xlabel=about)
+    return plots.draw_metric_panels(history, metrics, TITLES, xlabel=about)
 
 
 EXPERIMENT = Experiment("dro-fairness", "FedDRO", Trainings, Plan(), QUICK, make_page)

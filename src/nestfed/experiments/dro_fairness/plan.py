@@ -20,8 +20,8 @@ from nestfed.algorithms import make
 from nestfed.core.task import Task
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train
-from nestfed.experiments.dro_fairness.data import NoisyGroups, adult_noisy_groups
-from nestfed.experiments.dro_fairness.task import noisy_groups_task
+from nestfed.experiments.dro_fairness.data import NoisyGroups, deal_noisy_groups
+from nestfed.experiments.dro_fairness.task import make_noisy_groups_task
 
 TITLES = {"feddro": "FedDRO", "ds-feddro": "DS-FedDRO", "gcivr": "GCIVR", "unconstrained": "Unconstrained"}
 PROPOSED = ("feddro", "ds-feddro")
@@ -159,7 +159,7 @@ class Trainings(frame.Trainings[Plan]):
         plan = self.plan
         return [Training("feddro", clients, steps) for clients in plan.few_clients for steps in plan.few_clients_steps]
 
-    def occasions(self, training: Training) -> tuple[str, ...]:
+    def list_occasions(self, training: Training) -> tuple[str, ...]:
         return ("rounds", "steps") if training.clients == self.plan.clients else ("rounds",)
 
     def occasion(self, after: str) -> str:
@@ -171,10 +171,13 @@ class Trainings(frame.Trainings[Plan]):
             grid = [self.cell(training.name).settings[self.choose(training, "rounds")]]
             last, every = self._last(training, "rounds"), self.plan.evaluate_every // training.rounds_per_round
         else:
-            grid, occasions = self._grid(training), [self._last(training, after) for after in self.occasions(training)]
+            grid, occasions = (
+                self._make_grid(training),
+                [self._last(training, after) for after in self.list_occasions(training)],
+            )
             last, every = max(occasions), math.gcd(*occasions)
         return train(
-            [(words, _algorithm(training, words)) for words in grid],
+            [(words, _make_algorithm(training, words)) for words in grid],
             self._tasks(training),
             range(self.plan.seeds),
             rounds=last,
@@ -214,7 +217,7 @@ class Trainings(frame.Trainings[Plan]):
     def _place(self, training: Training, after: str) -> int:
         return int(np.flatnonzero(self.cell(training.name).round == self._last(training, after))[0])
 
-    def _grid(self, training: Training) -> list[dict[str, float]]:
+    def _make_grid(self, training: Training) -> list[dict[str, float]]:
         plan = self.plan
         rates = plan.paper_rates + plan.more_rates + (plan.large_rates if training.local_steps <= 4 else ())
         if training.method not in PROPOSED:
@@ -238,8 +241,8 @@ class Trainings(frame.Trainings[Plan]):
 def make_tasks(plan: Plan, clients: int) -> list[Task]:
     """One per seed."""
     return [
-        noisy_groups_task(
-            _thin_out(adult_noisy_groups(clients=clients, seed=seed), plan.thinning),
+        make_noisy_groups_task(
+            _thin_out(deal_noisy_groups(clients=clients, seed=seed), plan.thinning),
             noise=plan.noise,
             margin=plan.margin,
             batch_size=plan.batch,
@@ -254,7 +257,7 @@ def _thin_out(data: NoisyGroups, thinning: int) -> NoisyGroups:
     return dataclasses.replace(data, **{name: getattr(data, name)[::thinning] for name in columns})
 
 
-def _algorithm(training: Training, words: Mapping[str, float]) -> Any:
+def _make_algorithm(training: Training, words: Mapping[str, float]) -> Any:
     own: dict[str, dict[str, Any]] = {
         "feddro": {"local_steps": training.local_steps},
         "ds-feddro": {

@@ -20,14 +20,14 @@ import numpy as np
 import optax
 from jax.scipy.special import logsumexp
 
-from nestfed.core.randomness import fold, random_words
+from nestfed.core.randomness import draw_words, fold
 from nestfed.core.rows import Rows
 from nestfed.core.scaled import Scaled
 from nestfed.core.settings import UserError, setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.data import TRAIN
-from nestfed.experiments.dro_fairness.data import NoisyGroups, proxy_groups, with_proxies
+from nestfed.experiments.dro_fairness.data import NoisyGroups, append_proxies, draw_proxies
 from nestfed.models import Perceptron
 from nestfed.problems import Compositional
 from nestfed.workbench.scenarios.tabular import PARTS
@@ -76,10 +76,10 @@ class EqualOpportunity(Compositional):
         positive = jax.nn.one_hot(batch["proxy"], groups, axis=0, dtype=loss.dtype) * batch["label"][None]
         own = positive @ loss / loss.size
         return jnp.concatenate(
-            [self.reference_of(jnp.mean(loss), own.sum() / self.shares.sum())[None], own / self.shares]
+            [self.choose_reference(jnp.mean(loss), own.sum() / self.shares.sum())[None], own / self.shares]
         )
 
-    def reference_of(self, rows: Array, positives: Array) -> Array:
+    def choose_reference(self, rows: Array, positives: Array) -> Array:
         """L_0 from the mean losses of all rows and of all positives."""
         return rows if self.reference == "rows" else positives
 
@@ -128,13 +128,13 @@ class NoisyGroupsTask(Task):
         rows = data.draw_rows(key, self.batch_size)
         proxy = rows["proxy"]
         if self.resample:
-            seed = random_words(fold(key, _PROXIES), 1)[0]
-            proxy = proxy_groups(rows["group"], self.noise, seed, groups=len(self.group_names))
-        inputs = with_proxies(rows["inputs"], proxy, len(self.group_names))
+            seed = draw_words(fold(key, _PROXIES), 1)[0]
+            proxy = draw_proxies(rows["group"], self.noise, seed, groups=len(self.group_names))
+        inputs = append_proxies(rows["inputs"], proxy, len(self.group_names))
         return {"inputs": inputs, "label": rows["label"], "proxy": proxy}
 
     def metrics(self, server, client, data, fed):
-        rates = jax.vmap(self._rates)(*self.totals(self.problem.tree(0, server.x)))
+        rates = jax.vmap(self._compute_rates)(*self.totals(self.problem.tree(0, server.x)))
         recorded = {f"{part}_{name}": values[i] for i, part in enumerate(PARTS) for name, values in rates.items()}
         return recorded
 
@@ -147,19 +147,19 @@ class NoisyGroupsTask(Task):
         cells = (len(PARTS), 2, groups, groups)
         return jax.ops.segment_sum(values, self.pool["cell"], int(np.prod(cells))).T.reshape(3, *cells)
 
-    def _rates(self, rows: Array, yes: Array, loss: Array) -> dict[str, Array]:
+    def _compute_rates(self, rows: Array, yes: Array, loss: Array) -> dict[str, Array]:
         """Of one part, from its totals [2, m, m]."""
         problem = self.problem
         right = rows[0].sum() - yes[0].sum() + yes[1].sum()
-        of_group, of_proxy = (_share(yes[1].sum(axis), rows[1].sum(axis)) for axis in (1, 0))
-        everybody = _share(yes[1].sum(), rows[1].sum())
+        of_group, of_proxy = (_divide(yes[1].sum(axis), rows[1].sum(axis)) for axis in (1, 0))
+        everybody = _divide(yes[1].sum(), rows[1].sum())
         # A group without positives has no rate, and violates nothing.
         violation = lambda rates: jnp.nanmax(everybody - rates) - problem.margin
-        mean = _share(loss.sum(), rows.sum())
-        reference = problem.reference_of(mean, _share(loss[1].sum(), rows[1].sum()))
-        levels = jnp.concatenate([reference[None], _share(loss[1].sum(0), rows[1].sum(0))])
+        mean = _divide(loss.sum(), rows.sum())
+        reference = problem.choose_reference(mean, _divide(loss[1].sum(), rows[1].sum()))
+        levels = jnp.concatenate([reference[None], _divide(loss[1].sum(0), rows[1].sum(0))])
         return {
-            "accuracy": _share(right, rows.sum()),
+            "accuracy": _divide(right, rows.sum()),
             "loss": mean,
             "objective": mean + problem.penalty(levels),
             "violation": violation(of_group),
@@ -169,12 +169,12 @@ class NoisyGroupsTask(Task):
         }
 
 
-def _share(some: Array, whole: Array) -> Array:
+def _divide(some: Array, whole: Array) -> Array:
     """NaN where there is nothing."""
     return jnp.where(whole > 0, some / jnp.where(whole > 0, whole, 1), jnp.nan)
 
 
-def noisy_groups_task(
+def make_noisy_groups_task(
     data: NoisyGroups,
     *,
     noise: float = 0.3,
@@ -185,7 +185,7 @@ def noisy_groups_task(
 ) -> NoisyGroupsTask:
     """Logistic regression on these rows; `settings` are those of EqualOpportunity, `seed` draws proxies and start."""
     groups = len(data.group_names)
-    proxy = np.asarray(proxy_groups(data.true_group, noise, seed, groups=groups))
+    proxy = np.asarray(draw_proxies(data.true_group, noise, seed, groups=groups))
     training = data.part == TRAIN
     counts = np.bincount(proxy[training & (data.label == 1)], minlength=groups)
     if not counts.all():
@@ -209,7 +209,7 @@ def noisy_groups_task(
         noise=noise,
         resample=resample,
         pool={
-            "inputs": np.asarray(with_proxies(data.inputs, proxy, groups), np.float32),
+            "inputs": np.asarray(append_proxies(data.inputs, proxy, groups), np.float32),
             "label": label,
             "cell": ((data.part * 2 + data.label) * groups + data.true_group) * groups + proxy,
         },

@@ -21,11 +21,11 @@ def shorten_first_half(images: Images, keep: int = 100) -> Images:
 
     With 100 images this makes CIFAR10-ST and CIFAR100-ST of the full sets.
     """
-    rows = last_of_first_half(images.train_labels, len(images.class_names), keep)
+    rows = mark_last_of_first_half(images.train_labels, len(images.class_names), keep)
     return dataclasses.replace(images, train_images=images.train_images[rows], train_labels=images.train_labels[rows])
 
 
-def last_of_first_half(labels: np.ndarray, classes: int, keep: int = 100) -> np.ndarray:
+def mark_last_of_first_half(labels: np.ndarray, classes: int, keep: int = 100) -> np.ndarray:
     """Mask of the rows to keep: the last `keep` of each class below classes / 2, and all of the others."""
     if not isinstance(keep, int | np.integer) or keep < 1:
         raise UserError(f"keep={keep!r} was given; give the whole number, from 1, of images kept of a class.")

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from nestfed.experiments import plots
-from nestfed.experiments.cells import in_words
+from nestfed.experiments.cells import describe_settings
 from nestfed.experiments.claims import Case, Claim, above, compare, within
 from nestfed.experiments.dro_images.plan import (
     CHOSEN_BY,
@@ -16,8 +16,8 @@ from nestfed.experiments.dro_images.plan import (
     TITLES,
     Plan,
     Trainings,
-    choice_parts,
-    parts,
+    split_choice_name,
+    split_name,
 )
 from nestfed.experiments.frame import Experiment, Page
 
@@ -33,31 +33,31 @@ ALIKE = 0.01  # "comparable", "saturates": within one point; written down for cl
 
 
 def make_page(trainings: Trainings) -> Page:
-    plan, full, final = trainings.plan, Plan(), final_table(trainings)
+    plan, full, final = trainings.plan, Plan(), tabulate_final(trainings)
     missing = []  # what a page made from fewer cells does not show
     if plan.data == full.data:
         missing += [f"{steps} local steps" for steps in full.local_steps if steps not in plan.local_steps]
         missing += [f"clients dealt by {dealing}" for dealing in full.uneven if dealing not in plan.uneven]
     return Page(
-        tables={"final": final, "chosen": choice_table(trainings)},
+        tables={"final": final, "chosen": tabulate_choices(trainings)},
         figures={
-            "figure1-methods": functools.partial(figure_one, trainings),
-            "figure2-local-steps": functools.partial(figure_two, trainings),
+            "figure1-methods": functools.partial(draw_figure_one, trainings),
+            "figure2-local-steps": functools.partial(draw_figure_two, trainings),
         },
         claims=check_claims(trainings),
         words={
             "missing": missing,
             "worst": final[SHOWN["test_worst_class_accuracy"]].max(),
-            "edges": choice_table(trainings)["at the edge"].ne("").sum(),
+            "edges": tabulate_choices(trainings)["at the edge"].ne("").sum(),
         },
     )
 
 
-def final_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_final(trainings: Trainings) -> pd.DataFrame:
     """One row per training: settings, means and spreads over seeds, exchanges and bytes of the whole run."""
     rows = []
     for name in trainings.name_counting():
-        method, steps, dealing = parts(name)
+        method, steps, dealing = split_name(name)
         cell = trainings.cell(name)
         row: dict[str, Any] = {
             "dealing": dealing,
@@ -78,16 +78,16 @@ def final_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def choice_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_choices(trainings: Trainings) -> pd.DataFrame:
     rows = []
     for name in trainings.choices():
-        method, steps = choice_parts(name)
+        method, steps = split_choice_name(name)
         cell, best = trainings.cell(name), trainings.best(name, CHOSEN_BY)
         rows.append(
             {
                 "method": TITLES[method],
                 "local steps": steps,
-                "chosen": in_words(cell.settings[best]),
+                "chosen": describe_settings(cell.settings[best]),
                 "at the edge": cell.edges(best),
                 "balanced validation accuracy": cell.metrics[CHOSEN_BY][best, 0, -1],
                 "settings tried": len(cell.settings),
@@ -114,7 +114,8 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     }
     server = {SHOWN[metric]: end("ds-feddro", "feddro", metric) for metric in ("train_accuracy", "test_accuracy")}
     by_rounds = lambda many, few: {
-        f"{TITLES[m]}, {many} local steps minus {few}": at_equal_rounds(trainings, m, many, few) for m in PROPOSED
+        f"{TITLES[m]}, {many} local steps minus {few}": compare_at_equal_rounds(trainings, m, many, few)
+        for m in PROPOSED
     }
     by_steps = lambda many, few: {
         f"{TITLES[m]}, {many} local steps minus {few}": compare(
@@ -164,19 +165,19 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     ]
 
 
-def at_equal_rounds(trainings: Trainings, method: str, many: int, few: int) -> Case:
+def compare_at_equal_rounds(trainings: Trainings, method: str, many: int, few: int) -> Case:
     """After the rounds that the more local steps take in all, or the evaluation nearest to them."""
     longer, shorter = trainings.cell(f"{method}-{many}-iid"), trainings.cell(f"{method}-{few}-iid")
     return compare(longer.final("test_accuracy"), shorter.near("test_accuracy", longer.rounds))
 
 
-def figure_one(trainings: Trainings) -> Figure:
+def draw_figure_one(trainings: Trainings) -> Figure:
     histories = [trainings.cell(f"{method}-1-iid").history(method) for method in TITLES]
     about = f"communication rounds, one local step each. {plots.BAND}"
-    return plots.metric_panels(pd.concat(histories, ignore_index=True), DRAWN, TITLES, xlabel=about)
+    return plots.draw_metric_panels(pd.concat(histories, ignore_index=True), DRAWN, TITLES, xlabel=about)
 
 
-def figure_two(trainings: Trainings) -> Figure:
+def draw_figure_two(trainings: Trainings) -> Figure:
     """Test accuracy against the number of local steps, on both axes: after equally many steps, and after as many rounds
     as the most local steps take, where a training was looked at then."""
     plan, rows = trainings.plan, []
@@ -192,7 +193,7 @@ def figure_two(trainings: Trainings) -> Figure:
         "steps": f"test accuracy after {plan.steps} local steps",
         "rounds": f"test accuracy after about {fewest} rounds",
     }
-    return plots.lines_over(pd.DataFrame(rows), "local steps", axes)
+    return plots.draw_lines_over(pd.DataFrame(rows), "local steps", axes)
 
 
 EXPERIMENT = Experiment("dro-images", "FedDRO", Trainings, Plan(), QUICK, make_page)

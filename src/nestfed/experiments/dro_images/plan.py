@@ -19,7 +19,7 @@ from nestfed.data.images import FederatedImages, deal_images
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train
 from nestfed.experiments.dro_images import data
-from nestfed.experiments.dro_images.task import ClassLimits, ImageLosses, image_losses, image_task
+from nestfed.experiments.dro_images.task import ClassLimits, ImageLosses, make_image_losses, make_image_task
 from nestfed.experiments.image_tasks import MADE_UP
 from nestfed.models import CNN, Convolution, ImageModel, ResNet
 from nestfed.problems.robust import KL, MeanLoss
@@ -79,13 +79,13 @@ QUICK = Plan(
 # ------------------------------------------------------------------------------------------------- trainings
 
 
-def parts(name: str) -> tuple[str, int, str]:
+def split_name(name: str) -> tuple[str, int, str]:
     """(method, local steps, dealing) of a training's name."""
     method, steps, dealing = name.rsplit("-", 2)
     return method, int(steps), dealing
 
 
-def choice_parts(name: str) -> tuple[str, int]:
+def split_choice_name(name: str) -> tuple[str, int]:
     """(method, local steps) of the name of a choice of settings."""
     method, steps = name.removeprefix("choose-").rsplit("-", 1)
     return method, int(steps)
@@ -122,13 +122,13 @@ class Trainings(frame.Trainings[Plan]):
 
     def train(self, name: str) -> Cell:
         if name.startswith("choose-"):
-            method, steps = choice_parts(name)
-            return self._sweep(method, self._grid(method, steps), steps, self.plan.search_steps, choosing=True)
-        method, steps, dealing = parts(name)
+            method, steps = split_choice_name(name)
+            return self._sweep(method, self._make_grid(method, steps), steps, self.plan.search_steps, choosing=True)
+        method, steps, dealing = split_name(name)
         words = self.chosen(f"choose-{method}-{steps}", CHOSEN_BY)
         return self._sweep(method, [words], steps, self.plan.steps, choosing=False, dealing=dealing)
 
-    def _grid(self, method: str, local_steps: int) -> list[dict[str, Any]]:
+    def _make_grid(self, method: str, local_steps: int) -> list[dict[str, Any]]:
         plan = self.plan
         if local_steps == 1:
             key, values = ("penalty", plan.penalties) if method == "pdsgd" else ("price", plan.prices)
@@ -155,9 +155,9 @@ class Trainings(frame.Trainings[Plan]):
             deal_images(images, partition=dealing, clients=plan.clients, validation=0.1 if choosing else 0.0, seed=seed)
             for seed in seeds
         ]
-        losses = image_losses(dealt[0], plan.model)
-        tasks = [self._task(method, images, losses, seed) for images, seed in zip(dealt, seeds, strict=True)]
-        settings = [(words, self._setting(method, words, losses, dealt[0], local_steps, steps)) for words in grid]
+        losses = make_image_losses(dealt[0], plan.model)
+        tasks = [self._make_task(method, images, losses, seed) for images, seed in zip(dealt, seeds, strict=True)]
+        settings = [(words, self._make_setting(method, words, losses, dealt[0], local_steps, steps)) for words in grid]
         rounds = steps // local_steps
         every = max(1, rounds if choosing else rounds // plan.evaluations)
         return train(
@@ -170,12 +170,12 @@ class Trainings(frame.Trainings[Plan]):
             title=f"{TITLES[method]}, {local_steps} local steps",
         )
 
-    def _task(self, method: str, images: FederatedImages, losses: ImageLosses, seed: int) -> Task:
+    def _make_task(self, method: str, images: FederatedImages, losses: ImageLosses, seed: int) -> Task:
         params = self.plan.model.init(jax.random.key(seed), images.rows.columns["image"].shape[1:])
-        problem = self._problem(method, losses, images, 1.0)
-        return image_task(problem, images, params, losses=losses, batch_size=self.plan.batch)
+        problem = self._make_problem(method, losses, images, 1.0)
+        return make_image_task(problem, images, params, losses=losses, batch_size=self.plan.batch)
 
-    def _problem(self, method: str, losses: ImageLosses, images: FederatedImages, price: float | None) -> Any:
+    def _make_problem(self, method: str, losses: ImageLosses, images: FederatedImages, price: float | None) -> Any:
         labels, decay = images.rows.columns["label"], self.plan.weight_decay
         if method == "pdsgd":
             shares = np.bincount(labels, minlength=len(images.class_names)) / len(labels)
@@ -184,7 +184,7 @@ class Trainings(frame.Trainings[Plan]):
             return MeanLoss(losses=losses, weight_decay=decay)
         return KL(losses=losses, price=price or 1.0, weight_decay=decay, largest_weight=float(len(labels)))
 
-    def _setting(
+    def _make_setting(
         self,
         method: str,
         words: dict[str, Any],
@@ -207,4 +207,4 @@ class Trainings(frame.Trainings[Plan]):
             "pdsgd": {"penalty": words.get("penalty", 1.0), "dual_lr": words.get("penalty", 1.0)},
             "mbsgd": {},
         }
-        return make(method, lr=rate, **own[method]), self._problem(method, losses, images, words.get("price"))
+        return make(method, lr=rate, **own[method]), self._make_problem(method, losses, images, words.get("price"))

@@ -15,8 +15,8 @@ import optax
 from nestfed.core.settings import setting, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import AnyArray, Array, PyTree
-from nestfed.data.images import FederatedImages, normalise, random_crop_flip
-from nestfed.experiments.image_tasks import AT_ONCE, in_blocks, numbers
+from nestfed.data.images import FederatedImages, crop_and_flip, normalise
+from nestfed.experiments.image_tasks import AT_ONCE, convert_to_numbers, map_blocks
 from nestfed.models import ImageModel
 from nestfed.problems import Constrained
 from nestfed.problems.robust import half_square
@@ -34,7 +34,7 @@ class ImageLosses:
     def __call__(self, params: PyTree, batch: PyTree, key: Array) -> Array:
         images = self.prepare(batch["image"])
         if self.vary:
-            images = random_crop_flip(images, key)
+            images = crop_and_flip(images, key)
         return optax.softmax_cross_entropy_with_integer_labels(self.model(params, images), batch["label"])
 
     def prepare(self, images: Array) -> Array:
@@ -73,13 +73,15 @@ class ImageTask(Task):
 
     def metrics(self, server, client, data, fed):
         params = self.problem.tree(0, server.x)
-        counts = lambda batch: self._counts(params, batch) / batch["label"].size
-        recorded = self._rates("train", fed.mean(data.average(counts, rows_at_once=AT_ONCE)))
+        counts = lambda batch: self._count_predictions(params, batch) / batch["label"].size
+        recorded = self._compute_rates("train", fed.mean(data.average(counts, rows_at_once=AT_ONCE)))
         for name, images in self.aside.items():
-            recorded |= self._rates(name, in_blocks(lambda batch: self._counts(params, batch), images).sum(0))
+            recorded |= self._compute_rates(
+                name, map_blocks(lambda batch: self._count_predictions(params, batch), images).sum(0)
+            )
         return recorded
 
-    def _counts(self, params: PyTree, batch: PyTree) -> Array:
+    def _count_predictions(self, params: PyTree, batch: PyTree) -> Array:
         """[3, classes]: images, those classified rightly, and the sum of losses, by class."""
         logits = self.losses.model(params, self.losses.prepare(batch["image"]))
         label = batch["label"]
@@ -87,7 +89,7 @@ class ImageTask(Task):
         values = jnp.stack([jnp.ones_like(loss), (logits.argmax(1) == label).astype(loss.dtype), loss])
         return values @ jax.nn.one_hot(label, logits.shape[1], dtype=loss.dtype)
 
-    def _rates(self, part: str, counts: Array) -> dict[str, Array]:
+    def _compute_rates(self, part: str, counts: Array) -> dict[str, Array]:
         images, correct, loss = counts
         by_class = jnp.where(images > 0, correct / jnp.where(images > 0, images, 1), 1.0)
         return {
@@ -99,10 +101,12 @@ class ImageTask(Task):
         }
 
 
-def image_losses(images: FederatedImages, model: ImageModel, *, vary: bool = True) -> ImageLosses:
-    return ImageLosses(model, numbers(images.mean), numbers(images.deviation), vary)
+def make_image_losses(images: FederatedImages, model: ImageModel, *, vary: bool = True) -> ImageLosses:
+    return ImageLosses(model, convert_to_numbers(images.mean), convert_to_numbers(images.deviation), vary)
 
 
-def image_task(problem: Any, images: FederatedImages, params: PyTree, *, losses: ImageLosses, batch_size: int) -> Task:
+def make_image_task(
+    problem: Any, images: FederatedImages, params: PyTree, *, losses: ImageLosses, batch_size: int
+) -> Task:
     """The task of a problem on these images; validation and test images are evaluated as far as there are any."""
     return ImageTask.create(problem, images.rows, params, batch_size=batch_size, losses=losses, aside=images.aside)

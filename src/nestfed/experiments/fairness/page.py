@@ -19,16 +19,16 @@ from nestfed.experiments.fairness.plan import (
     Plan,
     Trainings,
     list_settings,
-    setting_name,
+    name_setting,
 )
 from nestfed.experiments.fairness.task import FORGETFUL, Reproduced
 from nestfed.experiments.frame import Experiment, Page
-from nestfed.experiments.plots import panels
+from nestfed.experiments.plots import draw_panels
 from nestfed.report.figures import MUTED, STYLE
 from nestfed.report.record import Record
-from nestfed.report.statistics import half_width, select_finished
-from nestfed.report.style import looks
-from nestfed.report.tables import headline
+from nestfed.report.statistics import compute_half_width, select_finished
+from nestfed.report.style import choose_looks
+from nestfed.report.tables import tabulate_headline
 
 BILEVEL = ("fedbio", "fedbioacc", FORGETFUL)
 
@@ -37,36 +37,36 @@ def make_page(trainings: Trainings) -> Page:
     plan, dealt = trainings.plan, [setting for group in trainings.settings() for setting in group]
     records = {setting[:2]: trainings.record(setting) for setting in dealt if setting != plan.past}
     past = trainings.record(plan.past)
-    table = table_one(records)
+    table = make_table_one(records)
     explored = pd.concat([trainings.table(f"readings-{data}") for data in plan.data], ignore_index=True)
-    closest = closest_readings(explored)
+    closest = find_closest_readings(explored)
     first = closest.groupby("data").first().reset_index().to_dict("records")
-    numbers, shown = headline(past)
+    numbers, shown = tabulate_headline(past)
     return Page(
         tables={
             "table1": table,
-            "chosen": pd.concat([trainings.table(setting_name(setting)) for setting in dealt], ignore_index=True),
+            "chosen": pd.concat([trainings.table(name_setting(setting)) for setting in dealt], ignore_index=True),
             "readings": explored,
             "past": numbers,
             "constants": trainings.table("constants"),
             "seeds": pd.concat([r.final.assign(setting=r.about["name"]) for r in (*records.values(), past)]),
         },
         figures={
-            **{figure_name(data): functools.partial(convergence_figure, data, records) for data in plan.data},
-            "table1": functools.partial(against_published, table),
-            "past": functools.partial(past_figure, past),
+            **{name_figure(data): functools.partial(draw_convergence, data, records) for data in plan.data},
+            "table1": functools.partial(draw_against_published, table),
+            "past": functools.partial(draw_past, past),
         },
         claims=check_claims(records),
         words={
             "past_data": f"{DATA[plan.past[0]]}, groups by {dict(plan.past[2]).get('group', 'sex and marital status')}",
-            "convergence": [(DATA[data], f"figures/{figure_name(data)}.png") for data in plan.data],
+            "convergence": [(DATA[data], f"figures/{name_figure(data)}.png") for data in plan.data],
             "closest_readings": closest,
             "edges": sum(
-                trainings.table(setting_name(setting))["at the edge"].tolist().count(True) for setting in dealt
+                trainings.table(name_setting(setting))["at the edge"].tolist().count(True) for setting in dealt
             ),
             "closest": "; ".join(f"{row['data']}: {row['reading']}, step size {row['lr']:g}" for row in first),
         },
-        shown={"table1": shown_table(table), "past": shown},
+        shown={"table1": format_table(table), "past": shown},
         typeset=("table1", "chosen", "readings", "past"),
         settings=list_settings(plan),
     )
@@ -75,7 +75,7 @@ def make_page(trainings: Trainings) -> Page:
 # ------------------------------------------------------------------------------------------------- tables
 
 
-def table_one(records: Mapping[tuple[str, str], Record]) -> pd.DataFrame:
+def make_table_one(records: Mapping[tuple[str, str], Record]) -> pd.DataFrame:
     """Ours and the paper's numbers, one row per setting, method and metric."""
     rows = []
     for cell, record in records.items():
@@ -100,7 +100,7 @@ def table_one(records: Mapping[tuple[str, str], Record]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def shown_table(table: pd.DataFrame) -> pd.DataFrame:
+def format_table(table: pd.DataFrame) -> pd.DataFrame:
     """As people read it: one row per setting and method."""
     both = lambda mean, std: f"{mean:.4f} ± {std:.4f}" if np.isfinite(mean) else "–"
     rows: dict[tuple, dict[str, str]] = {}
@@ -112,7 +112,7 @@ def shown_table(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([dict(zip(names, key, strict=True)) | line for key, line in rows.items()])
 
 
-def closest_readings(explored: pd.DataFrame) -> pd.DataFrame:
+def find_closest_readings(explored: pd.DataFrame) -> pd.DataFrame:
     """The closest step size of every reading, the closest reading first."""
     best = explored.loc[explored.groupby(["data", "reading"], sort=False)["distance to the paper"].idxmin()]
     return best.sort_values(["data", "distance to the paper"], ignore_index=True)
@@ -141,13 +141,14 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
         }
 
     half = lambda method: {
-        name(method, cell): compare(_rounds_to_fedbio(record, method), _half_of_the_rounds(record))
+        name(method, cell): compare(_count_rounds_to_fedbio(record, method), _halve_rounds(record))
         for cell, record in records.items()
     }
     pairs_of_dealings = [data for data in DATA if (data, "iid") in records]
     slower = {
         name(method, (data, "ratios:2:2:6")): compare(
-            _rounds_to_settle(records[data, "ratios:2:2:6"], method), _rounds_to_settle(records[data, "iid"], method)
+            _count_rounds_to_settle(records[data, "ratios:2:2:6"], method),
+            _count_rounds_to_settle(records[data, "iid"], method),
         )
         for method in ("fedbio", "fedbioacc")
         for data in pairs_of_dealings
@@ -165,7 +166,7 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
                 before,
                 published=published(method, uneven) - published(method, iid),
             )._replace(open="" if had else "there is no clear I.I.D. advantage to lose")
-    best = _columns_won(final)
+    best = _count_columns_won(final)
     return [
         Claim(
             "1",
@@ -217,7 +218,7 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
             above(0),
             {
                 f"{len(METRICS) * len(records)} columns": compare(
-                    best, best * 0 + len(METRICS) * len(records) / 2, published=_published_wins(list(records))
+                    best, best * 0 + len(METRICS) * len(records) / 2, published=_count_published_wins(list(records))
                 )
             },
             reading="Judged seed by seed; the paper's figure is that of its means.",
@@ -232,7 +233,7 @@ def check_claims(records: Mapping[tuple[str, str], Record]) -> list[Claim]:
     ]
 
 
-def _columns_won(final: Mapping[tuple[str, str], Any]) -> pd.Series:
+def _count_columns_won(final: Mapping[tuple[str, str], Any]) -> pd.Series:
     """By seed: in how many columns of Table 1 FedBiO or FedBiOAcc is best among the paper's methods."""
     won = []
     for rows in final.values():
@@ -244,7 +245,7 @@ def _columns_won(final: Mapping[tuple[str, str], Any]) -> pd.Series:
     return pd.concat(won, axis=1).sum(axis=1, skipna=False)
 
 
-def _published_wins(cells: list[tuple[str, str]]) -> float:
+def _count_published_wins(cells: list[tuple[str, str]]) -> float:
     """The same for the paper's means, minus half of the columns."""
     won = 0
     for cell in cells:
@@ -255,31 +256,31 @@ def _published_wins(cells: list[tuple[str, str]]) -> float:
     return won - len(METRICS) * len(cells) / 2
 
 
-def _outer_loss(record: Record, method: str) -> Any:
+def _select_outer_loss(record: Record, method: str) -> Any:
     """The outer loss of the stage that learns weights: one column per seed, by round."""
     own = record.history[(record.history.method == method) & (record.history.stage == "weights")]
     return own.pivot(index="round", columns="seed", values="outer_loss")
 
 
-def _rounds_to_fedbio(record: Record, method: str) -> pd.Series:
-    slow, fast = _outer_loss(record, "fedbio"), _outer_loss(record, method)
-    return pd.Series({seed: _first_round(fast[seed], slow[seed].iloc[-1]) for seed in fast.columns})
+def _count_rounds_to_fedbio(record: Record, method: str) -> pd.Series:
+    slow, fast = _select_outer_loss(record, "fedbio"), _select_outer_loss(record, method)
+    return pd.Series({seed: _find_first_round(fast[seed], slow[seed].iloc[-1]) for seed in fast.columns})
 
 
-def _half_of_the_rounds(record: Record) -> pd.Series:
-    slow = _outer_loss(record, "fedbio")
+def _halve_rounds(record: Record) -> pd.Series:
+    slow = _select_outer_loss(record, "fedbio")
     return pd.Series(slow.index[-1] / 2, index=slow.columns)
 
 
-def _rounds_to_settle(record: Record, method: str) -> pd.Series:
+def _count_rounds_to_settle(record: Record, method: str) -> pd.Series:
     """Rounds to 90 % of the decrease from the start to the lowest value; NaN for a loss that only rises."""
-    losses = _outer_loss(record, method)
+    losses = _select_outer_loss(record, method)
     falls = losses.min() < losses.iloc[0]
     level = losses.iloc[0] - 0.9 * (losses.iloc[0] - losses.min())
-    return pd.Series({s: _first_round(losses[s], level[s]) if falls[s] else np.nan for s in losses.columns})
+    return pd.Series({s: _find_first_round(losses[s], level[s]) if falls[s] else np.nan for s in losses.columns})
 
 
-def _first_round(losses: pd.Series, level: float) -> float:
+def _find_first_round(losses: pd.Series, level: float) -> float:
     reached = losses.index[losses.to_numpy() <= level]
     return float(reached[0] if len(reached) else losses.index[-1])
 
@@ -287,7 +288,7 @@ def _first_round(losses: pd.Series, level: float) -> float:
 # ------------------------------------------------------------------------------------------------- figures
 
 
-def convergence_figure(data: str, records: Mapping[tuple[str, str], Record]) -> Figure:
+def draw_convergence(data: str, records: Mapping[tuple[str, str], Record]) -> Figure:
     """Figures 1 and 2: outer objective against communication rounds."""
     parts = []
     for dealing, title in DEALING.items():
@@ -295,15 +296,15 @@ def convergence_figure(data: str, records: Mapping[tuple[str, str], Record]) -> 
         chosen = history[history.method.isin(BILEVEL) & (history.stage == "weights")]
         parts.append((f"{DATA[data]}, {title}", chosen))
     titles = {name: Reproduced.methods[name].title for name in BILEVEL}
-    return panels(parts, "outer_loss", titles, ylabel="outer objective (balanced validation loss)")
+    return draw_panels(parts, "outer_loss", titles, ylabel="outer objective (balanced validation loss)")
 
 
-def past_figure(record: Record) -> Figure:
+def draw_past(record: Record) -> Figure:
     """Past the paper: the paired differences to FedAvg of both metrics, with their intervals."""
-    table = headline(record)[0].set_index("method")
+    table = tabulate_headline(record)[0].set_index("method")
     others = [method for method in record.methods if method != "fedavg"]
     metrics = {"test_eqopp": "test EqOpp gap", "test_accuracy": "test accuracy"}
-    drawn = looks({method: record.title(method) for method in others})
+    drawn = choose_looks({method: record.title(method) for method in others})
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure = Figure(figsize=(9.0, 0.42 * len(others) + 1.5), layout="constrained")
         grid = np.ravel(figure.subplots(1, len(metrics), sharey=True))
@@ -322,18 +323,18 @@ def past_figure(record: Record) -> Figure:
     return figure
 
 
-def figure_name(data: str) -> str:
+def name_figure(data: str) -> str:
     return f"figure{list(DATA).index(data) + 1}-{data}"
 
 
-def against_published(table: Any) -> Figure:
+def draw_against_published(table: Any) -> Figure:
     """A row per setting, a column per metric, a line per method: ours with its interval, the published value as a ring.
 
     `table` is a DataFrame with the columns data, dealing, method, metric, ours, ours std, seeds, paper, paper std.
     """
     settings = list(table[["data", "dealing"]].drop_duplicates().itertuples(index=False, name=None))
     metrics, methods = list(table["metric"].unique()), list(table["method"].unique())
-    drawn = looks({method: method for method in methods}, methods[0])
+    drawn = choose_looks({method: method for method in methods}, methods[0])
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure = Figure(
             figsize=(4.0 * len(metrics) + 1, 0.32 * len(methods) * len(settings) + 2.4), layout="constrained"
@@ -349,7 +350,9 @@ def against_published(table: Any) -> Figure:
                         line["ours"],
                         -place,
                         xerr=float(
-                            half_width(line["ours std"] * ((line["seeds"] - 1) / line["seeds"]) ** 0.5, line["seeds"])
+                            compute_half_width(
+                                line["ours std"] * ((line["seeds"] - 1) / line["seeds"]) ** 0.5, line["seeds"]
+                            )
                         ),
                         fmt="o",
                         color=look.colour,

@@ -29,8 +29,8 @@ from nestfed.workbench.stages import (
     Trace,
     Trials,
     begin,
-    best_changes,
-    score_of,
+    compute_score,
+    find_best_changes,
     set_up,
     share_bound,
     sweep_method,
@@ -143,7 +143,7 @@ def make_scenario(data: str, dealing: str, plan: Plan, *, slip: bool = False, **
 # ------------------------------------------------------------------------------------------------- trainings
 
 
-def setting_name(setting: Setting) -> str:
+def name_setting(setting: Setting) -> str:
     data, dealing, options = setting
     return "-".join([data, "iid" if dealing == "iid" else "non-iid", *(["past-the-paper"] if options else [])])
 
@@ -158,7 +158,7 @@ class Trainings(frame.Trainings[Plan]):
         return [name for group in self.groups() for name in group]
 
     def groups(self) -> list[list[str]]:
-        settings = [[setting_name(one) for one in group] for group in self.settings()]
+        settings = [[name_setting(one) for one in group] for group in self.settings()]
         return [*settings, ["constants", *(f"readings-{data}" for data in self.plan.data)]]
 
     def settings(self) -> list[tuple[Setting, ...]]:
@@ -169,13 +169,13 @@ class Trainings(frame.Trainings[Plan]):
     def train(self, name: str) -> Table:
         if name.startswith("readings-"):
             data = name.removeprefix("readings-")
-            return tabulate(functools.partial(run_readings, data, self.plan, self.say), cells_of(data))
+            return tabulate(functools.partial(run_readings, data, self.plan, self.say), convert_to_bytes(data))
         if name == "constants":
-            return tabulate(functools.partial(run_constants, self.plan), cells_of(self.plan.data[0]))
-        group = next(group for group in self.settings() if name in map(setting_name, group))
+            return tabulate(functools.partial(run_constants, self.plan), convert_to_bytes(self.plan.data[0]))
+        group = next(group for group in self.settings() if name in map(name_setting, group))
         trials = prepare(self.plan, group)[name]
         make = functools.partial(run_setting, trials, self.record_folder(name), self.command, self.plan, self.say)
-        found = tabulate(make, cells_of(group[0][0]))
+        found = tabulate(make, convert_to_bytes(group[0][0]))
         write_report(self.known_record(name), self.folder / "reports" / name)
         return found
 
@@ -186,10 +186,10 @@ class Trainings(frame.Trainings[Plan]):
         return Record.load(self.record_folder(name))
 
     def record(self, setting: Setting) -> Record:
-        return self.known_record(setting_name(setting))
+        return self.known_record(name_setting(setting))
 
 
-def cells_of(data: str) -> np.ndarray:
+def convert_to_bytes(data: str) -> np.ndarray:
     """A data set as it was read, as bytes."""
     return np.frombuffer(load(data).frame.to_csv(index=False).encode(), np.uint8)
 
@@ -200,7 +200,7 @@ def prepare(plan: Plan, group: tuple[Setting, ...]) -> dict[str, Trials[Any]]:
     scenarios = [make_scenario(data, dealing, plan, **dict(options)) for data, dealing, options in group]
     seeds = range(plan.past_seeds if scenarios[0].options.gap else plan.seeds)
     trials = share_bound([set_up(scenario, seeds) for scenario in scenarios])
-    return {setting_name(setting): one for setting, one in zip(group, trials, strict=True)}
+    return {name_setting(setting): one for setting, one in zip(group, trials, strict=True)}
 
 
 def run_setting(
@@ -222,7 +222,7 @@ def run_setting(
         # The paper's problem is the first stage's: its outer objective chooses. Past the paper the final model does.
         for _ in later if options.gap else ():
             tried = sweep_next_stage(tried, {}, budget, progress=False)
-        best = best_changes(tried)
+        best = find_best_changes(tried)
         selected = tuple(trace for trace in tried.traces if trace.changes == best)
         chosen = dataclasses.replace(trials, traces=selected)
         for _ in () if options.gap else later:
@@ -236,12 +236,12 @@ def run_setting(
                 "chosen": f"{search.key} = {best[search.key]:g}",
                 "tried": ", ".join(f"{value:g}" for value in grid[search.key]),
                 "at the edge": best[search.key] in (min(grid[search.key]), max(grid[search.key])),
-                "score on validation data": float(np.mean([score_of(tried, trace) for trace in selected])),
+                "score on validation data": float(np.mean([compute_score(tried, trace) for trace in selected])),
                 "runs that diverged": sum(trace.status == "diverged" for trace in tried.traces),
             }
         )
         say(f"{target.name}: {scenario.method(name).title} {time.monotonic() - clock:.0f} s")
-    settings = {"experiment": "fairness", "plan": frame.plain(plan)} | list_settings(plan)
+    settings = {"experiment": "fairness", "plan": frame.convert_to_plain(plan)} | list_settings(plan)
     record = make_record(
         trials.add(traces),
         settings=settings | {"data": options.data, "partition": options.partition},
@@ -266,14 +266,14 @@ def run_constants(plan: Plan) -> pd.DataFrame:
         tried = sweep_next_stage(begun, grid, Budget(evaluations=1), progress=False)
         for lr in plan.constants_rates:
             own = [trace for trace in tried.traces if trace.changes["lower_lr"] == lr]
-            ends = np.array([score_of(tried, trace) for trace in own if trace.status == "finished"])
+            ends = np.array([compute_score(tried, trace) for trace in own if trace.status == "finished"])
             row = {"c": c, "inner step size": lr, "outer loss": ends.mean() if len(ends) else np.nan}
             spread = {"outer loss, std": ends.std(ddof=1) if len(ends) > 1 else np.nan, "seeds": len(ends)}
             rows.append(row | spread | {"diverged": len(own) - len(ends)})
     return pd.DataFrame(rows)
 
 
-def readings(data: str) -> list[tuple[str, dict[str, Any]]]:
+def list_readings(data: str) -> list[tuple[str, dict[str, Any]]]:
     """What the paper may have done: (what is different, options)."""
     flipped = {"positive": {"adult": "<=50K", "german": "1"}[data]}
     scaled = {"features": "minimax-fair"}
@@ -303,14 +303,14 @@ def run_readings(data: str, plan: Plan, say: Callable[[str], None]) -> pd.DataFr
     level comes closest to the paper's? Here, and only here, published test numbers are looked at to pick."""
     published = np.array([mean for mean, _ in PAPER[data, "iid"]["fedavg"]])
     rows = []
-    for title, options in readings(data)[: plan.readings]:
+    for title, options in list_readings(data)[: plan.readings]:
         steps = int(plan.steps * options.get("steps", 1))
         changes: dict[str, Any] = options | {"steps": steps}
         scenario = make_scenario(data, "iid", plan, **changes)
         trials = set_up(scenario, range(plan.reading_seeds))
         grid = {"lr": list(plan.grid)}
         tried = sweep_method(trials, "fedavg", {}, grid, Budget(evaluations=1), progress=False)
-        chosen = best_changes(tried)["lr"]
+        chosen = find_best_changes(tried)["lr"]
         for lr in plan.grid:
             own = [t for t in tried.traces if t.changes["lr"] == lr and t.status == "finished"]
             finals = pd.DataFrame(
@@ -329,7 +329,7 @@ def run_readings(data: str, plan: Plan, say: Callable[[str], None]) -> pd.DataFr
 
 def list_settings(plan: Plan) -> dict[str, Any]:
     """Everything that decides the numbers, beside the plan; the methods' own settings are in the reports."""
-    options = frame.plain(make_scenario(plan.data[0], "iid", plan).options)
+    options = frame.convert_to_plain(make_scenario(plan.data[0], "iid", plan).options)
     for key in ("data", "partition"):
         options.pop(key)
     searches = {name: dataclasses.asdict(search) for name, search in SEARCHES.items()}

@@ -5,7 +5,7 @@ import functools
 from typing import ClassVar
 
 from nestfed.data import Table
-from nestfed.experiments.fairness.data import with_slip
+from nestfed.experiments.fairness.data import add_slip
 from nestfed.workbench.scenario import Method
 from nestfed.workbench.scenarios.fairness import Fairness
 
@@ -29,4 +29,4 @@ class Slipped(Reproduced):
     @functools.cached_property
     def table(self) -> Table:
         table = super().table
-        return with_slip(table, table.group_columns(self.options.group))
+        return add_slip(table, table.group_columns(self.options.group))

@@ -26,10 +26,10 @@ from nestfed.experiments.invariant.plan import (
     Plan,
     Trainings,
 )
-from nestfed.experiments.invariant.task import InnerMeanDrawn, expected_softplus, true_model
+from nestfed.experiments.invariant.task import InnerMeanDrawn, compute_expected_softplus, draw_true_model
 from nestfed.report.figures import INK, MUTED, STYLE
-from nestfed.report.statistics import half_width
-from nestfed.report.style import Look, looks
+from nestfed.report.statistics import compute_half_width
+from nestfed.report.style import Look, choose_looks
 
 ALIKE = 0.002  # accuracies no further apart than this are called alike
 NO_GAIN = 0.01  # in F; what a method for the composition can gain is 0.3 and more
@@ -37,17 +37,17 @@ NO_GAIN = 0.01  # in F; what a method for the composition can gain is 0.3 and mo
 
 def make_page(trainings: Trainings) -> Page:
     plan = trainings.plan
-    limits, final, tried = limits_table(plan), final_table(trainings), choice_table(trainings)
-    equal_steps = pd.DataFrame() if tried.empty else equal_steps_table(tried, plan.noises[-1], plan.views[0])
+    limits, final, tried = tabulate_limits(plan), tabulate_final(trainings), tabulate_choices(trainings)
+    equal_steps = pd.DataFrame() if tried.empty else tabulate_equal_steps(tried, plan.noises[-1], plan.views[0])
     return Page(
         tables={"final": final, "limits": limits, "tried": tried},
         figures={
-            "figure1": functools.partial(figure_one, trainings),
-            "objective": functools.partial(figure_two, final, limits, plan.seeds),
+            "figure1": functools.partial(draw_figure_one, trainings),
+            "objective": functools.partial(draw_figure_two, final, limits, plan.seeds),
         },
         claims=check_claims(trainings),
         words={
-            "one_point": one_point_table(),
+            "one_point": tabulate_one_point(),
             "equal_steps": show_settings(equal_steps),
             "first_choosing_seed": FIRST_CHOOSING_SEED,
         },
@@ -58,12 +58,12 @@ def make_page(trainings: Trainings) -> Page:
 # ------------------------------------------------------------------------------------------------- known exactly
 
 
-def limits_table(plan: Plan) -> pd.DataFrame:
+def tabulate_limits(plan: Plan) -> pd.DataFrame:
     """The minimisers of the objective with m views, which all methods for the composition descend on, found from its
     exact values and without any sample; one view is also where the mean of losses leads, for every m."""
     rows = []
     with jax.enable_x64(True):
-        truth = np.asarray(true_model(plan.dimension), float)
+        truth = np.asarray(draw_true_model(plan.dimension), float)
         center, start = jnp.zeros(plan.dimension), truth / np.linalg.norm(truth)
         slope = jax.jit(jax.value_and_grad(lambda x, problem: problem.plug_in_objective(x, center)))
         for noise in plan.noises:
@@ -86,10 +86,10 @@ def limits_table(plan: Plan) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def one_point_table() -> pd.DataFrame:
+def tabulate_one_point() -> pd.DataFrame:
     """One point a = 0.5 with label 1 at x = 2, noise 1: the loss of the mean of m views against the mean of losses."""
     with jax.enable_x64(True):
-        at = lambda deviation: float(expected_softplus(jnp.asarray(-1.0), jnp.asarray(deviation)))
+        at = lambda deviation: float(compute_expected_softplus(jnp.asarray(-1.0), jnp.asarray(deviation)))
         return pd.DataFrame(
             [
                 {"m": m, "exact loss": at(0.0), "with the mean of m views": at(2 / m**0.5), "mean of losses": at(2.0)}
@@ -101,7 +101,7 @@ def one_point_table() -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------- results
 
 
-def final_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_final(trainings: Trainings) -> pd.DataFrame:
     """One row per noise, number of views and method: settings, means and spreads over seeds and rounds."""
     rows = []
     for noise in trainings.plan.noises:
@@ -112,13 +112,13 @@ def final_table(trainings: Trainings) -> pd.DataFrame:
                 row |= {"beta": cell.settings[0].get("beta", np.nan)}
                 for metric, name in {"test_accuracy": "test accuracy", "objective": "F", "norm": "length of x"}.items():
                     row |= cell.moments(metric, name)
-                over_rounds = late(cell).std(1, ddof=1).mean()
+                over_rounds = select_late(cell).std(1, ddof=1).mean()
                 row |= {"std of accuracy over rounds": over_rounds, "diverged": int((cell.diverged >= 0).sum())}
                 rows.append(row)
     return pd.DataFrame(rows)
 
 
-def choice_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_choices(trainings: Trainings) -> pd.DataFrame:
     """Every setting that was tried, with the means over seeds that its choice could be made by."""
     rows = []
     for method in (name.removeprefix("choose-") for name in trainings.names() if name.startswith("choose-")):
@@ -131,9 +131,9 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def equal_steps_table(choices: Any, noise: float, views: int) -> pd.DataFrame:
+def tabulate_equal_steps(choices: Any, noise: float, views: int) -> pd.DataFrame:
     """Accuracies on validation points of the methods for the composition, with a column for every step size; `choices`
-    is the DataFrame of `choice_table`."""
+    is the DataFrame of `tabulate_choices`."""
     own = choices[
         (choices["noise"] == noise) & (choices["m"] == views) & choices["method"].isin(list(COMPOSED.values()))
     ]
@@ -143,7 +143,7 @@ def equal_steps_table(choices: Any, noise: float, views: int) -> pd.DataFrame:
     return table.assign(beta=table["beta"].replace(np.inf, np.nan))
 
 
-def late(cell: Cell) -> np.ndarray:
+def select_late(cell: Cell) -> np.ndarray:
     """Test accuracies in the second half of the rounds, when the runs have settled: [seeds, evaluations]."""
     values = cell.metrics["test_accuracy"][0]
     return values[:, values.shape[1] // 2 :]
@@ -173,8 +173,8 @@ def check_claims(trainings: Trainings) -> list[Claim]:
         for views in plan.views[:-1]
         for noise in plan.noises
     }
-    rounds, seeds = between(spread_over_rounds, "fcsg-m"), between(spread_over_seeds, "fcsg-m")
-    accelerated = between(spread_over_rounds, "acc-fcsg-m")
+    rounds, seeds = between(measure_spread_over_rounds, "fcsg-m"), between(measure_spread_over_seeds, "fcsg-m")
+    accelerated = between(measure_spread_over_rounds, "acc-fcsg-m")
     gains = {
         f"noise {noise:g}": compare(gap("fcsg", noise, "objective"), gap(CONTRAST, noise, "objective"))
         for noise in plan.noises
@@ -240,21 +240,21 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     ]
 
 
-def spread_over_rounds(cell: Cell) -> pd.Series:
-    return pd.Series(late(cell).std(1, ddof=1), cell.seeds)
+def measure_spread_over_rounds(cell: Cell) -> pd.Series:
+    return pd.Series(select_late(cell).std(1, ddof=1), cell.seeds)
 
 
-def spread_over_seeds(cell: Cell) -> pd.Series:
-    return pd.Series(np.abs(late(cell) - late(cell).mean(0)).mean(1), cell.seeds)
+def measure_spread_over_seeds(cell: Cell) -> pd.Series:
+    return pd.Series(np.abs(select_late(cell) - select_late(cell).mean(0)).mean(1), cell.seeds)
 
 
 # ------------------------------------------------------------------------------------------------- figures and page
 
 
-def figure_one(trainings: Trainings) -> Figure:
+def draw_figure_one(trainings: Trainings) -> Figure:
     """A row per noise, a column per number of views: errors on test points over rounds, on a scale of powers of ten."""
     plan = trainings.plan
-    drawn = looks(TITLES, CONTRAST)
+    drawn = choose_looks(TITLES, CONTRAST)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 2.1 * len(plan.noises) + 1.0), layout="constrained")
         grid = np.reshape(
@@ -290,16 +290,16 @@ def _draw_errors(axes: Any, cell: Cell, look: Look) -> None:
     # A thin broken line over a thick one: where two methods coincide, both are seen.
     width, dash = {TITLES["fcsg"]: (3.2, ()), TITLES["fcsg-m"]: (1.8, (3, 1.5))}.get(look.title, (1.8, ()))
     axes.plot(cell.round[after], errors.mean(0), color=look.colour, linewidth=width, dashes=dash, label=look.title)
-    reach = half_width(errors.std(0), len(errors))
+    reach = compute_half_width(errors.std(0), len(errors))
     low = np.maximum(errors.mean(0) - reach, errors.min(0) / 2)  # an interval may reach below 0, which has no logarithm
     axes.fill_between(cell.round[after], low, errors.mean(0) + reach, color=look.colour, alpha=0.2, linewidth=0)
 
 
-def figure_two(table: Any, limits: Any, seeds: int) -> Figure:
+def draw_figure_two(table: Any, limits: Any, seeds: int) -> Figure:
     """F after the last round against the number of views, with its interval over so many seeds, and where endless
     training would lead; the first two arguments are DataFrames."""
     noises, views = sorted(table["noise"].unique()), sorted(table["m"].unique())
-    drawn = looks({title: title for title in TITLES.values()}, TITLES[CONTRAST])
+    drawn = choose_looks({title: title for title in TITLES.values()}, TITLES[CONTRAST])
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(max(3.6 * len(noises), 9.0), 3.9), layout="constrained")
         grid = np.ravel(figure.subplots(1, len(noises), sharey=True))
@@ -315,7 +315,7 @@ def figure_two(table: Any, limits: Any, seeds: int) -> Figure:
                 axes.errorbar(
                     shifted,
                     own["F"],
-                    yerr=half_width(own["F, std"] * np.sqrt((seeds - 1) / seeds), seeds),
+                    yerr=compute_half_width(own["F, std"] * np.sqrt((seeds - 1) / seeds), seeds),
                     color=look.colour,
                     marker=look.marker,
                     markersize=5,

@@ -15,7 +15,7 @@ import pandas as pd
 from nestfed.algorithms import make
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train
-from nestfed.experiments.invariant.task import InnerMeanDrawn, MeanOfLosses, invariant_task, true_model
+from nestfed.experiments.invariant.task import InnerMeanDrawn, MeanOfLosses, draw_true_model, make_invariant_task
 
 COMPOSED = {"fcsg": "FCSG", "fcsg-m": "FCSG-M", "acc-fcsg-m": "Acc-FCSG-M"}
 CONTRAST = "losses"
@@ -75,11 +75,11 @@ class Trainings(frame.Trainings[Plan]):
 
     def part(self, method: str, noise: float, views: int) -> Cell:
         """The training that counts. With one view there is no difference between the composition and the contrast."""
-        return only(self.cell("fcsg" if method == CONTRAST and views == 1 else method), noise, views)
+        return select_settings(self.cell("fcsg" if method == CONTRAST and views == 1 else method), noise, views)
 
     def tried(self, method: str, noise: float, views: int) -> Cell:
         """What was trained for choosing."""
-        return only(self.cell(f"choose-{method}"), noise, views)
+        return select_settings(self.cell(f"choose-{method}"), noise, views)
 
     def final(self, method: str, noise: float, views: int, metric: str) -> pd.Series:
         return self.part(method, noise, views).final(metric)
@@ -97,10 +97,10 @@ class Trainings(frame.Trainings[Plan]):
             for noise, views in self.places(method)
             for one in (self._candidates(method) if choosing else [self._chosen(method, noise, views)])
         ]
-        settings = [(one, self._setting(method, one)) for one in words]
+        settings = [(one, self._make_setting(method, one)) for one in words]
         aside = {"validation": plan.validation} if choosing else {"test": plan.test}
         # Another seed of the task: the points put aside for choosing are not those of the test.
-        task = invariant_task(settings[0][1][1], clients=plan.clients, aside=aside, seed=first)
+        task = make_invariant_task(settings[0][1][1], clients=plan.clients, aside=aside, seed=first)
         cell = train(
             settings,
             task,
@@ -127,18 +127,18 @@ class Trainings(frame.Trainings[Plan]):
         tried = self.tried(method, noise, views)
         return tried.settings[tried.best(CHOSEN_BY)]
 
-    def _setting(self, method: str, words: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _make_setting(self, method: str, words: Mapping[str, Any]) -> tuple[Any, Any]:
         """(algorithm, problem) of these words."""
         momentum = {"beta": words["beta"], "first_batches": self.plan.first_batches} if "beta" in words else {}
         name = "fcsg" if method == CONTRAST else method
         algorithm = make(name, lr=words["lr"], local_steps=self.plan.local_steps, **momentum)
-        truth = true_model(self.plan.dimension)
+        truth = draw_true_model(self.plan.dimension)
         if method == CONTRAST:
             return algorithm, MeanOfLosses(truth=truth, noise=words["noise"], inner_samples=words["m"])
         return algorithm, InnerMeanDrawn(truth=truth, noise=words["noise"], views=float(words["m"]))
 
 
-def only(cell: Cell, noise: float, views: int) -> Cell:
+def select_settings(cell: Cell, noise: float, views: int) -> Cell:
     """The settings of a cell with this noise and number of views."""
     rows = [i for i, words in enumerate(cell.settings) if (words["noise"], words["m"]) == (noise, views)]
     return cell._replace(

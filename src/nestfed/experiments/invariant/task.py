@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.scipy.stats import norm
 
-from nestfed.core.randomness import random_words
+from nestfed.core.randomness import draw_words
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.task import Task
@@ -47,13 +47,13 @@ class InvariantLogistic(Conditional):
     shape: float = setting("gamma: how fast the penalty saturates", default=10.0, at_least=0)
 
     def sample_outer(self, data, key, count):
-        deviations = standard_normal(key, (count, self.truth.size), self.truth.dtype)
+        deviations = draw_normal(key, (count, self.truth.size), self.truth.dtype)
         points = data.constants[None] + self.spread * deviations
-        return points, labels(points, self.truth)
+        return points, label_points(points, self.truth)
 
     def sample_inner(self, data, xi, key, count):
         """(view - point) / noise: a sweep over the noise then shares its draws."""
-        return standard_normal(key, (count, self.truth.size), self.truth.dtype)
+        return draw_normal(key, (count, self.truth.size), self.truth.dtype)
 
     def inner(self, x, xi, eta, key):
         return (xi[0] @ x + self.noise * (eta @ x))[None]
@@ -78,7 +78,7 @@ class InvariantLogistic(Conditional):
         length = jnp.sqrt(self.truth @ self.truth)
         place = center @ self.truth / (self.spread * length)
         of_negatives = mean * norm.cdf(-place) - self.spread * (x @ self.truth) / length * norm.pdf(place)
-        return expected_softplus(-mean, deviation) + of_negatives + self.regulariser(x)
+        return compute_expected_softplus(-mean, deviation) + of_negatives + self.regulariser(x)
 
     def metrics(self, server, client, data, fed):
         return {"objective": fed.mean(self.objective(server.x, data.constants))}
@@ -119,27 +119,29 @@ class InvariantTask(Task):
 
     def metrics(self, server, client, data, fed):
         truth = self.problem.truth
-        right = lambda points: jnp.mean(labels(points, server.x) == labels(points, truth), dtype=truth.dtype)
+        right = lambda points: jnp.mean(
+            label_points(points, server.x) == label_points(points, truth), dtype=truth.dtype
+        )
         accuracies = {f"{name}_accuracy": right(points) for name, points in self.aside.items()}
         recorded = super().metrics(server, client, data, fed) | {"norm": jnp.sqrt(server.x @ server.x)}
         return recorded | accuracies
 
 
-def standard_normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def draw_normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Normal numbers by inversion of 32-bit words: on a CPU a seventh of the time of jax.random.normal, and runs spend
     most of theirs here. As there, float32 takes 23 bits of a word."""
     bits = 23 if dtype == jnp.float32 else 32
-    words = random_words(key, math.prod(shape)) >> (32 - bits)
+    words = draw_words(key, math.prod(shape)) >> (32 - bits)
     uniform = (words.astype(dtype) + 0.5) * 2.0 ** (1 - bits) - 1  # in (-1, 1), neither end
     return (2**0.5 * lax.erf_inv(uniform)).reshape(shape)
 
 
-def labels(points: Array, model: Array) -> Array:
+def label_points(points: Array, model: Array) -> Array:
     """+1 or -1 for every point."""
     return jnp.where(points @ model >= 0, 1.0, -1.0).astype(points.dtype)
 
 
-def expected_softplus(mean: Array, deviation: Array) -> Array:
+def compute_expected_softplus(mean: Array, deviation: Array) -> Array:
     """E softplus(mean + deviation z) of a standard normal z. The trapezoidal rule: for a function that is analytic near
     the real line it converges exponentially, where Gauss-Hermite nodes are too far apart for large deviations."""
     weights = np.exp(-(GRID**2) / 2)
@@ -147,12 +149,12 @@ def expected_softplus(mean: Array, deviation: Array) -> Array:
     return jnp.dot(jax.nn.softplus(mean + deviation * jnp.asarray(GRID, weights.dtype)), weights)
 
 
-def true_model(dimension: int = 10, *, seed: int = 0) -> Array:
+def draw_true_model(dimension: int = 10, *, seed: int = 0) -> Array:
     """A model drawn from N(0, I), the same in every precision."""
     return jax.random.normal(jax.random.key(seed), (dimension,), jnp.float32).astype(jnp.result_type(float))
 
 
-def invariant_task(
+def make_invariant_task(
     problem: InvariantLogistic,
     *,
     clients: int = 16,

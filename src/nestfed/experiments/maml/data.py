@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from nestfed.core.rows import Rows
-from nestfed.core.settings import UserError, first_line
+from nestfed.core.settings import UserError, summarise_error
 from nestfed.data.fetch import REMEDY, Official, obtain
 from nestfed.experiments.image_tasks import blow_up
 
@@ -95,7 +95,7 @@ def _read(contents: dict[str, bytes], where: str, background: bool) -> Omniglot:
         return read_prepared(content) if name == PREPARED else read_archive(content, background)
     except (ValueError, LookupError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
-            f"{name} from {where} cannot be used as the characters of Omniglot ({first_line(error)}). {REMEDY}"
+            f"{name} from {where} cannot be used as the characters of Omniglot ({summarise_error(error)}). {REMEDY}"
         ) from None
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from nestfed.experiments import plots
-from nestfed.experiments.cells import in_words
+from nestfed.experiments.cells import describe_settings
 from nestfed.experiments.claims import Case, Claim, above, below, compare
 from nestfed.experiments.frame import Experiment, Page
 from nestfed.experiments.maml.plan import (
@@ -23,11 +23,11 @@ from nestfed.experiments.maml.plan import (
     TITLES,
     Plan,
     Trainings,
-    name_of,
+    make_name,
 )
 from nestfed.report.figures import MUTED, STYLE
-from nestfed.report.statistics import rows
-from nestfed.report.style import looks
+from nestfed.report.statistics import select_rows
+from nestfed.report.style import choose_looks
 
 FAR = 0.05  # "far above": by more than five points of accuracy
 
@@ -35,22 +35,22 @@ FAR = 0.05  # "far above": by more than five points of accuracy
 def make_page(trainings: Trainings) -> Page:
     """Of what is finished."""
     plan, parts = trainings.plan, trainings.list_finished()
-    finals = {f"final-{study}": final_table(trainings, study, done) for study, done in parts.items()}
+    finals = {f"final-{study}": tabulate_final(trainings, study, done) for study, done in parts.items()}
     return Page(
-        tables=finals | {"chosen": choice_table(trainings, parts), "weights": weight_table(trainings, parts)},
+        tables=finals | {"chosen": tabulate_choices(trainings, parts), "weights": tabulate_weights(trainings, parts)},
         figures={
-            **{study: functools.partial(curves, trainings, study, done) for study, done in parts.items()},
+            **{study: functools.partial(draw_curves, trainings, study, done) for study, done in parts.items()},
             **{
-                f"{study}-differences": functools.partial(apart, trainings, study, done)
+                f"{study}-differences": functools.partial(draw_apart, trainings, study, done)
                 for study, done in parts.items()
             },
-            "weights": functools.partial(weights_figure, trainings, parts),
+            "weights": functools.partial(draw_weights, trainings, parts),
         },
         claims=check_claims(trainings, parts),
         words={
             "studies": list(parts),
             "missing": [
-                f"{study} ({_title(study, part)})"
+                f"{study} ({_make_title(study, part)})"
                 for study in plan.studies
                 for part in trainings.parts(study)
                 if part not in parts.get(study, ())
@@ -60,13 +60,13 @@ def make_page(trainings: Trainings) -> Page:
     )
 
 
-def final_table(trainings: Trainings, study: str, parts: Sequence[str]) -> pd.DataFrame:
+def tabulate_final(trainings: Trainings, study: str, parts: Sequence[str]) -> pd.DataFrame:
     """One row per training: test scores over seeds, the interval of one seed's mean over tasks, bytes, time."""
     lines = []
     scores = ("loss",) if study == "sine" else ("accuracy", "loss")
     for part, method in itertools.product(parts, trainings.plan.methods):
-        cell = trainings.cell(name_of(study, part, method))
-        row: dict[str, Any] = {"part": _title(study, part), "method": TITLES[method]}
+        cell = trainings.cell(make_name(study, part, method))
+        row: dict[str, Any] = {"part": _make_title(study, part), "method": TITLES[method]}
         for score in scores:
             row |= cell.moments(f"test_{score}", f"test {score}")
             row[f"95 % over tasks of the {score}"] = cell.final(f"test_{score}_interval").mean()
@@ -80,20 +80,20 @@ def final_table(trainings: Trainings, study: str, parts: Sequence[str]) -> pd.Da
     return pd.DataFrame(lines)
 
 
-def _title(study: str, part: str) -> str:
+def _make_title(study: str, part: str) -> str:
     return PHASES[part] if study == "sine" else f"{part}-shot"
 
 
-def choice_table(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFrame:
+def tabulate_choices(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFrame:
     rows = []
     for study, method in itertools.product(parts, trainings.plan.methods):
-        name = name_of(study, "choose", method)
+        name = make_name(study, "choose", method)
         cell, best = trainings.cell(name), trainings.best(name, CHOSEN_BY, smallest=True)
         rows.append(
             {
                 "data": study,
                 "method": TITLES[method],
-                "chosen": in_words(cell.settings[best]),
+                "chosen": describe_settings(cell.settings[best]),
                 "at the edge": cell.edges(best),
                 "validation loss": cell.metrics[CHOSEN_BY][best, 0, -1],
                 "settings tried": len(cell.settings),
@@ -104,11 +104,11 @@ def choice_table(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFr
     return pd.DataFrame(rows)
 
 
-def weight_table(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFrame:
+def tabulate_weights(trainings: Trainings, parts: dict[str, list[str]]) -> pd.DataFrame:
     """What the search says of the baselines' estimate: the best validation loss with every weight of its new value."""
     rows = []
     for study, method in itertools.product(parts, [name for name in BASELINES if name in trainings.plan.methods]):
-        cell = trainings.cell(name_of(study, "choose", method))
+        cell = trainings.cell(make_name(study, "choose", method))
         losses = cell.metrics[CHOSEN_BY][:, 0, -1]
         best = lambda weight: min(
             (loss for words, loss in zip(cell.settings, losses, strict=True) if words["inner_lr"] == weight),
@@ -129,8 +129,8 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
 
     def against(study: str, part: str, score: str) -> dict[str, Case]:
         return {
-            f"{_title(study, part)}, {TITLES[ours]} minus {TITLES[theirs]}": case(
-                score, name_of(study, part, ours), name_of(study, part, theirs)
+            f"{_make_title(study, part)}, {TITLES[ours]} minus {TITLES[theirs]}": case(
+                score, make_name(study, part, ours), make_name(study, part, theirs)
             )
             for ours, theirs in itertools.product(PROPOSED, BASELINES)
             if {ours, theirs} <= set(methods)
@@ -152,7 +152,8 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
         )
     if len(shots) > 1:
         gain = {
-            TITLES[m]: case("test_accuracy", *(name_of("omniglot", shots[end], m) for end in (-1, 0))) for m in methods
+            TITLES[m]: case("test_accuracy", *(make_name("omniglot", shots[end], m) for end in (-1, 0)))
+            for m in methods
         }
         claims.append(
             Claim(
@@ -177,29 +178,29 @@ def check_claims(trainings: Trainings, parts: dict[str, list[str]]) -> list[Clai
     return claims
 
 
-def apart(trainings: Trainings, study: str, parts: Sequence[str]) -> Figure:
+def draw_apart(trainings: Trainings, study: str, parts: Sequence[str]) -> Figure:
     """What the curves would hide where they coincide: the differences to Local-SCGD."""
     score, methods = "loss" if study == "sine" else "accuracy", trainings.plan.methods
-    drawn = [(_title(study, part), _history(trainings, study, part)) for part in parts]
+    drawn = [(_make_title(study, part), _read_history(trainings, study, part)) for part in parts]
     titles = {method: TITLES[method] for method in methods}
-    return plots.differences(drawn, f"test_{score}", titles, BASELINES[0], ylabel=f"test {score}, difference")
+    return plots.draw_differences(drawn, f"test_{score}", titles, BASELINES[0], ylabel=f"test {score}, difference")
 
 
-def weights_figure(trainings: Trainings, parts: dict[str, list[str]]) -> Figure:
+def draw_weights(trainings: Trainings, parts: dict[str, list[str]]) -> Figure:
     """The search again: the best validation loss of the baselines with every weight of a new value, and FCSG's."""
-    table = weight_table(trainings, parts)
+    table = tabulate_weights(trainings, parts)
     weights = trainings.plan.weights
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.2 * len(parts) + 1.6, 3.6), layout="constrained")
         grid = np.ravel(figure.subplots(1, len(parts)))
         for axes, study in zip(grid, parts, strict=True):
-            own = rows(table, data=study)
-            drawn = looks({str(title): str(title) for title in own["method"]})
+            own = select_rows(table, data=study)
+            drawn = choose_looks({str(title): str(title) for title in own["method"]})
             for title, look in drawn.items():
-                row: Any = rows(own, method=title).iloc[0]
+                row: Any = select_rows(own, method=title).iloc[0]
                 losses = [row[f"inner_lr = {weight:g}"] for weight in weights]
                 axes.plot(weights, losses, color=look.colour, marker=look.marker, linewidth=2, label=look.title)
-            cell = trainings.cell(name_of(study, "choose", PROPOSED[0]))
+            cell = trainings.cell(make_name(study, "choose", PROPOSED[0]))
             best = np.nanmin(cell.metrics[CHOSEN_BY][:, 0, -1])
             axes.axhline(best, color=MUTED, linestyle="dashed", linewidth=1.4, label=TITLES[PROPOSED[0]])
             axes.set(title=study.capitalize(), xlabel="weight of the new value", xticks=weights)
@@ -208,15 +209,15 @@ def weights_figure(trainings: Trainings, parts: dict[str, list[str]]) -> Figure:
     return figure
 
 
-def curves(trainings: Trainings, study: str, parts: Sequence[str]) -> Figure:
+def draw_curves(trainings: Trainings, study: str, parts: Sequence[str]) -> Figure:
     score, methods = "loss" if study == "sine" else "accuracy", trainings.plan.methods
-    drawn = [(_title(study, part), _history(trainings, study, part)) for part in parts]
+    drawn = [(_make_title(study, part), _read_history(trainings, study, part)) for part in parts]
     titles = {method: TITLES[method] for method in methods}
-    return plots.panels(drawn, f"test_{score}", titles, ylabel=f"test {score} after adaptation")
+    return plots.draw_panels(drawn, f"test_{score}", titles, ylabel=f"test {score} after adaptation")
 
 
-def _history(trainings: Trainings, study: str, part: str) -> pd.DataFrame:
-    cell = lambda method: trainings.cell(name_of(study, part, method))
+def _read_history(trainings: Trainings, study: str, part: str) -> pd.DataFrame:
+    cell = lambda method: trainings.cell(make_name(study, part, method))
     return pd.concat(
         [cell(method).history(method, trainings.plan.local_steps) for method in trainings.plan.methods],
         ignore_index=True,

@@ -18,7 +18,7 @@ from nestfed.core.task import Task
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train_in_turn
 from nestfed.experiments.maml.data import Omniglot, deal_characters, load_omniglot, make_up_omniglot
-from nestfed.experiments.maml.task import CONV4, character_task, sine_task
+from nestfed.experiments.maml.task import CONV4, make_character_task, make_sine_task
 from nestfed.models import ImageModel
 
 TITLES = {
@@ -106,7 +106,7 @@ QUICK = Plan(  # two methods: compiling takes all the time
 # ------------------------------------------------------------------------------------------------- trainings
 
 
-def name_of(study: str, part: Any, method: str) -> str:
+def make_name(study: str, part: Any, method: str) -> str:
     """A cell's name: `sine-alike-fcsg`, `omniglot-5-fcsg-m`; `omniglot-choose-fcsg` chooses settings."""
     return f"{study}-{part}-{method}"
 
@@ -121,7 +121,7 @@ class Trainings(frame.Trainings[Plan]):
         """All cells, method by method: choosing and the first training share a program."""
         wanted = self.plan.studies if study is None else (study,)
         return [
-            name_of(one, part, method)
+            make_name(one, part, method)
             for one in wanted
             for method in self.plan.methods
             for part in ("choose", *self.parts(one))
@@ -130,7 +130,7 @@ class Trainings(frame.Trainings[Plan]):
     def train(self, name: str) -> Cell:
         study, part, method = name.split("-", 2)
         plan, choosing = self.plan, part == "choose"
-        choice = name_of(study, "choose", method)
+        choice = make_name(study, "choose", method)
         grid = self.grid(study, method) if choosing else [self.chosen(choice, CHOSEN_BY, smallest=True)]
         seeds = range(1 if choosing else plan.sine_seeds if study == "sine" else plan.seeds)
         steps = {
@@ -140,7 +140,7 @@ class Trainings(frame.Trainings[Plan]):
             ("omniglot", False): plan.steps,
         }[study, choosing]
         part = self.parts(study)[0] if choosing else part
-        tasks = [self._task(study, part, seed) for seed in seeds]
+        tasks = [self._make_task(study, part, seed) for seed in seeds]
         cell = train_in_turn(
             [(words, make(method, local_steps=plan.local_steps, **words)) for words in grid],
             tasks,
@@ -165,10 +165,10 @@ class Trainings(frame.Trainings[Plan]):
             for values in itertools.product(plan.weights, repeat=len(weights))
         ]
 
-    def _task(self, study: str, part: str, seed: int) -> Task:
+    def _make_task(self, study: str, part: str, seed: int) -> Task:
         plan = self.plan
         if study == "sine":
-            return sine_task(
+            return make_sine_task(
                 clients=plan.sine_clients,
                 own_phases=part == "apart",
                 shots=plan.sine_shots,
@@ -178,8 +178,8 @@ class Trainings(frame.Trainings[Plan]):
                 tasks=plan.sine_tasks,
                 steps=plan.adaptation_steps,
             )
-        characters = deal_characters(_omniglot(plan.made_up), clients=plan.clients, seed=seed)
-        return character_task(
+        characters = deal_characters(_load_omniglot(plan.made_up), clients=plan.clients, seed=seed)
+        return make_character_task(
             characters,
             model=plan.model,
             shots=int(part),
@@ -193,11 +193,11 @@ class Trainings(frame.Trainings[Plan]):
 
     def list_finished(self) -> dict[str, list[str]]:
         """Study -> the parts of which every method's training is there: what a page can show."""
-        done = lambda study, part: all(self.done(name_of(study, part, method)) for method in self.plan.methods)
+        done = lambda study, part: all(self.done(make_name(study, part, method)) for method in self.plan.methods)
         found = {s: [p for p in self.parts(s) if done(s, p) and done(s, "choose")] for s in self.plan.studies}
         return {study: parts for study, parts in found.items() if parts}
 
 
 @functools.cache
-def _omniglot(made_up: bool) -> Omniglot:
+def _load_omniglot(made_up: bool) -> Omniglot:
     return make_up_omniglot() if made_up else load_omniglot()

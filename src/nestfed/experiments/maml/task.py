@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from nestfed.core.randomness import fold, random_words
+from nestfed.core.randomness import draw_words, fold
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError, setting, static, struct
 from nestfed.core.types import Array
@@ -46,12 +46,12 @@ class SineWaves(MAML):
         amplitude = jax.random.uniform(fold(key, 0), minval=AMPLITUDES[0], maxval=AMPLITUDES[1])
         low, high = data.constants
         phase = low + (high - low) * jax.random.uniform(fold(key, 1))
-        return self._points((amplitude, phase), fold(key, 2), self.queries), (amplitude, phase)
+        return self._draw_points((amplitude, phase), fold(key, 2), self.queries), (amplitude, phase)
 
     def sample_support(self, source, key):
-        return self._points(source, key, self.shots)
+        return self._draw_points(source, key, self.shots)
 
-    def _points(self, wave, key, count):
+    def _draw_points(self, wave, key, count):
         amplitude, phase = wave
         x = jax.random.uniform(key, (count,), minval=INPUTS[0], maxval=INPUTS[1])
         return x, amplitude * jnp.sin(x - phase)
@@ -62,7 +62,7 @@ class SineWaves(MAML):
         return jnp.mean((self.model(params, scaled[:, None]) - y) ** 2)
 
 
-def sine_task(
+def make_sine_task(
     *,
     clients: int = 16,
     own_phases: bool = False,
@@ -113,18 +113,18 @@ class Characters(MAML):
     queries: int = setting("other drawings of each to recognise", default=15, at_least=1, static=True)
 
     def sample_task(self, data, key):
-        chosen = _different(fold(key, 0), 4 * data.size, 4 * data.largest, self.ways)
+        chosen = _draw_different(fold(key, 0), 4 * data.size, 4 * data.largest, self.ways)
         drawings = jax.vmap(_turn)(data.take(chosen // 4)["image"], chosen % 4)
-        shuffled = jax.vmap(_shuffle)(drawings, self._keys(fold(key, 1)))
-        return self._rows(shuffled[:, : self.queries]), shuffled[:, self.queries :]
+        shuffled = jax.vmap(_shuffle)(drawings, self._make_keys(fold(key, 1)))
+        return self._make_rows(shuffled[:, : self.queries]), shuffled[:, self.queries :]
 
     def sample_support(self, source, key):
-        return self._rows(jax.vmap(_shuffle)(source, self._keys(key))[:, : self.shots])
+        return self._make_rows(jax.vmap(_shuffle)(source, self._make_keys(key))[:, : self.shots])
 
-    def _keys(self, key: Array) -> Array:
+    def _make_keys(self, key: Array) -> Array:
         return jax.vmap(lambda way: fold(key, way))(jnp.arange(self.ways))
 
-    def _rows(self, drawings: Array) -> dict[str, Array]:
+    def _make_rows(self, drawings: Array) -> dict[str, Array]:
         ways, count, *side = drawings.shape
         return {"image": drawings.reshape(ways * count, *side, 1), "label": jnp.repeat(jnp.arange(ways), count)}
 
@@ -155,15 +155,15 @@ class Characters(MAML):
         return {"accuracy": jnp.mean(right.astype(loss.dtype)), "loss": jnp.mean(loss)}
 
 
-def _different(key: Array, size: Array, bound: int, count: int) -> Array:
+def _draw_different(key: Array, size: Array, bound: int, count: int) -> Array:
     """`count` different whole numbers below `size`, which is at most `bound`."""
-    priority = (random_words(key, bound) >> 1).astype(jnp.int32)
+    priority = (draw_words(key, bound) >> 1).astype(jnp.int32)
     _, chosen = lax.top_k(jnp.where(jnp.arange(bound) < size, priority, -1), count)
     return chosen
 
 
 def _shuffle(drawings: Array, key: Array) -> Array:
-    return drawings[jnp.argsort(random_words(key, len(drawings)))]
+    return drawings[jnp.argsort(draw_words(key, len(drawings)))]
 
 
 def _turn(drawings: Array, quarters: Array) -> Array:
@@ -171,7 +171,7 @@ def _turn(drawings: Array, quarters: Array) -> Array:
     return jnp.stack([jnp.rot90(drawings, k, (1, 2)) for k in range(4)])[quarters]
 
 
-def character_task(
+def make_character_task(
     characters: FederatedCharacters,
     *,
     model: ImageModel = CONV4,

@@ -86,7 +86,7 @@ def deal_writers(
     )
 
 
-def held_out(images: PersonalImages, *, seed: int = 0) -> PersonalImages:
+def hold_out(images: PersonalImages, *, seed: int = 0) -> PersonalImages:
     """The same clients with their training images alone, cut again: settings are chosen by images that are neither
     trained on then nor ever tested on."""
     random, rows = np.random.default_rng(seed), images.train

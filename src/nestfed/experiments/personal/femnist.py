@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.core.settings import UserError, first_line
+from nestfed.core.settings import UserError, summarise_error
 from nestfed.data.fetch import REMEDY, Official, obtain
 
 SIDE = 28
@@ -48,7 +48,7 @@ def _read(contents: dict[str, bytes], where: str) -> Femnist:
     try:
         return _check(*(read_sample(content) if name == SAMPLE else read_leaf(content)))
     except (ValueError, LookupError, TypeError, OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{name} from {where} cannot be used as FEMNIST ({first_line(error)}). {REMEDY}") from None
+        raise UserError(f"{name} from {where} cannot be used as FEMNIST ({summarise_error(error)}). {REMEDY}") from None
 
 
 def read_sample(content: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from nestfed.experiments.cells import Cell
 from nestfed.experiments.claims import Case, Claim, above, compare, within
-from nestfed.experiments.frame import Experiment, Page, markdown
+from nestfed.experiments.frame import Experiment, Page, format_markdown
 from nestfed.experiments.personal.plan import (
     AS_CODED,
     CHOSEN,
@@ -28,7 +28,7 @@ from nestfed.experiments.personal.plan import (
 )
 from nestfed.report.figures import MUTED, STYLE
 from nestfed.report.statistics import pair
-from nestfed.report.style import looks
+from nestfed.report.style import choose_looks
 
 TUNED = ("fedavg-whole", "fedbabu")  # one model for all, meant to be fine-tuned: judged after that
 VISIBLE = 0.01  # "no visible difference": less than a point of accuracy
@@ -36,28 +36,26 @@ VISIBLE = 0.01  # "no visible difference": less than a point of accuracy
 
 def make_page(trainings: Trainings) -> Page:
     """Of what is finished."""
-    plan, results, tried = trainings.plan, trainings.list_finished(), choice_table(trainings)
+    plan, results, tried = trainings.plan, trainings.list_finished(), tabulate_choices(trainings)
     about = dict(plan.data)
     frames = {
         f"{kind}-{data}": table(cells)
         for data, cells in results.items()
-        for kind, table in (("final", final_table), ("tuned", tuned_table), ("diagnostics", diagnostics_table))
+        for kind, table in (("final", tabulate_final), ("tuned", tabulate_tuned), ("diagnostics", tabulate_diagnostics))
     }
     return Page(
         tables=frames | {"tried": tried},
         figures={
-            **{f"accuracy-{data}": functools.partial(curves_figure, cells) for data, cells in results.items()},
-            "differences": functools.partial(
-                differences_figure, results, {data: about[data].title for data in results}
-            ),
+            **{f"accuracy-{data}": functools.partial(draw_curves, cells) for data, cells in results.items()},
+            "differences": functools.partial(draw_differences, results, {data: about[data].title for data in results}),
         },
         claims=check_claims(results),
         words={
             "about": about,
-            "facts": {data: facts_of(cells) for data, cells in results.items()},
+            "facts": {data: list_facts(cells) for data, cells in results.items()},
             "couplings": {TITLES[method]: value for method, value in plan.couplings if method in plan.methods},
-            "slow": slow_center(results),
-            "tried": markdown_choice(tried) if len(tried) else "",
+            "slow": find_slow_center(results),
+            "tried": format_choice(tried) if len(tried) else "",
             "missing": [
                 f"{TITLES[method]} ({data})"
                 for data, method in itertools.product(about, plan.methods)
@@ -68,17 +66,17 @@ def make_page(trainings: Trainings) -> Page:
     )
 
 
-def facts_of(cells: Mapping[str, Cell]) -> dict[str, Any]:
+def list_facts(cells: Mapping[str, Cell]) -> dict[str, Any]:
     """What the trainings on a data set know of it."""
     return next(iter(cells.values())).settings[0]
 
 
-def judging_metric(method: str, metric: str = "test_accuracy") -> str:
+def choose_metric(method: str, metric: str = "test_accuracy") -> str:
     """The metric that counts: methods that leave one model for all are meant to be fine-tuned."""
     return f"tuned_{metric}" if method in TUNED else metric
 
 
-def final_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
+def tabulate_final(cells: Mapping[str, Cell]) -> pd.DataFrame:
     """One row per method, and two where fine-tuning is part of it: accuracies over clients and seeds, and the cost."""
     rows = []
     for method, cell in cells.items():
@@ -108,7 +106,7 @@ def final_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def tuned_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
+def tabulate_tuned(cells: Mapping[str, Cell]) -> pd.DataFrame:
     """What the same fine-tuning of the head gives every method."""
     rows = []
     for method, cell in cells.items():
@@ -127,7 +125,7 @@ def tuned_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def choice_table(trainings: Trainings) -> pd.DataFrame:
+def tabulate_choices(trainings: Trainings) -> pd.DataFrame:
     """How well clients did on validation images, by FedReCo's server step and strength of the pull."""
     rows = []
     for data, about in trainings.plan.data:
@@ -142,7 +140,7 @@ def choice_table(trainings: Trainings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def markdown_choice(tried: pd.DataFrame) -> str:
+def format_choice(tried: pd.DataFrame) -> str:
     """The same for readers: a row per server step, a column per strength, and below what was chosen."""
     wide = tried.pivot(index=["data", "server step"], columns="lambda", values="validation accuracy")
     wide = wide.loc[list(tried["data"].unique())].rename(columns=lambda value: f"lambda {value:g}")
@@ -151,7 +149,7 @@ def markdown_choice(tried: pd.DataFrame) -> str:
         f"{title}: server step {step:g}, lambda {pull:g}"
         for title, step, pull in zip(chosen["data"], chosen["server step"], chosen["lambda"], strict=True)
     ]
-    text = f"{markdown(wide.reset_index())}\nChosen: {'; '.join(named)}.\n"
+    text = f"{format_markdown(wide.reset_index())}\nChosen: {'; '.join(named)}.\n"
     if max(chosen["lambda"]) == min(tried["lambda"]):
         text += "Everywhere that is the weakest pull of the grid; without any, every client trains alone.\n"
     return text
@@ -166,7 +164,7 @@ DIAGNOSTICS = {
 }
 
 
-def diagnostics_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
+def tabulate_diagnostics(cells: Mapping[str, Cell]) -> pd.DataFrame:
     """What the representations and the steps look like in the end; means over clients and seeds."""
     last = lambda cell, metric: cell.final(metric).mean() if metric in cell.metrics else np.nan
     return pd.DataFrame(
@@ -180,7 +178,7 @@ def diagnostics_table(cells: Mapping[str, Cell]) -> pd.DataFrame:
 def check_claims(results: Mapping[str, Mapping[str, Cell]]) -> list[Claim]:
     def against(ours: tuple[str, ...], theirs: str) -> dict[str, Case]:
         return {
-            f"{data}, {TITLES[method]} minus {TITLES[theirs]}": judged_case(
+            f"{data}, {TITLES[method]} minus {TITLES[theirs]}": compare_as_judged(
                 cells[method], method, cells[theirs], theirs
             )
             for (data, cells), method in itertools.product(results.items(), ours)
@@ -257,13 +255,13 @@ def check_claims(results: Mapping[str, Mapping[str, Cell]]) -> list[Claim]:
     return [dataclasses.replace(claim, number=str(number)) for number, claim in enumerate(found, 1)]
 
 
-def judged_case(cell: Cell, method: str, other: Cell, theirs: str) -> Case:
+def compare_as_judged(cell: Cell, method: str, other: Cell, theirs: str) -> Case:
     """The difference of two methods, each as it is judged."""
-    one, two = judging_metric(method), judging_metric(theirs)
+    one, two = choose_metric(method), choose_metric(theirs)
     return compare(cell.final(one), other.final(two), motion=max(cell.motion(one), other.motion(two)))
 
 
-def slow_center(results: Mapping[str, Mapping[str, Cell]]) -> dict[str, float]:
+def find_slow_center(results: Mapping[str, Mapping[str, Cell]]) -> dict[str, float]:
     """Data -> the share of FedReCo's server means that were shortened, where that is most of them: the common extractor
     then moves by a fixed small length per round, however far it should go."""
     shares = {
@@ -274,7 +272,7 @@ def slow_center(results: Mapping[str, Mapping[str, Cell]]) -> dict[str, float]:
     return {data: share for data, share in shares.items() if share > 0.5}
 
 
-def curves_figure(cells: Mapping[str, Cell]) -> Figure:
+def draw_curves(cells: Mapping[str, Cell]) -> Figure:
     """A panel per method, with the others in grey: errors as they are judged, against rounds, every seed by itself, on
     a scale of powers of ten. The start, where all guess, is left out."""
     with matplotlib.rc_context(STYLE):
@@ -282,12 +280,12 @@ def curves_figure(cells: Mapping[str, Cell]) -> Figure:
         rows = -(-len(cells) // columns)
         figure = Figure(figsize=(2.3 * columns + 0.6, 2.1 * rows + 0.5), layout="constrained")
         grid = np.ravel(figure.subplots(rows, columns, sharex=True, sharey=True))
-        drawn = looks({method: TITLES[method] for method in cells}, FLOOR)
+        drawn = choose_looks({method: TITLES[method] for method in cells}, FLOOR)
         for axes in grid[len(cells) :]:
             axes.set_visible(False)
         for axes, method in zip(grid, cells, strict=False):
             for other, cell in cells.items():
-                errors = 1 - cell.metrics[judging_metric(other)][0][:, 1:]
+                errors = 1 - cell.metrics[choose_metric(other)][0][:, 1:]
                 if other != method:
                     axes.plot(cell.round[1:], errors.mean(0), color=MUTED, linewidth=0.7, alpha=0.5)
                 else:
@@ -303,13 +301,13 @@ def curves_figure(cells: Mapping[str, Cell]) -> Figure:
     return figure
 
 
-def differences_figure(results: Mapping[str, Mapping[str, Cell]], titles: Mapping[str, str]) -> Figure:
+def draw_differences(results: Mapping[str, Mapping[str, Cell]], titles: Mapping[str, str]) -> Figure:
     """A panel per data set, a line per method: its final accuracy minus that of local training only, with the interval;
     a ring where both were fine-tuned alike."""
     # As coded, FedReCo is so far below that it would squeeze all others.
     wanted = [method for method in TITLES if method not in (FLOOR, AS_CODED)]
     methods = [method for method in wanted if any(method in cells for cells in results.values())]
-    drawn = looks({method: TITLES[method] for method in methods})
+    drawn = choose_looks({method: TITLES[method] for method in methods})
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure = Figure(figsize=(3.6 * len(results) + 1.8, 0.36 * len(methods) + 1.5), layout="constrained")
         grid = np.ravel(figure.subplots(1, len(results), sharey=True))
@@ -318,7 +316,7 @@ def differences_figure(results: Mapping[str, Mapping[str, Cell]], titles: Mappin
             for place, method in enumerate(methods):
                 if method not in cells or floor is None:
                     continue
-                found = judged_case(cells[method], method, floor, FLOOR).found
+                found = compare_as_judged(cells[method], method, floor, FLOOR).found
                 axes.plot([found.low, found.high], [-place, -place], color=drawn[method].colour, linewidth=2)
                 axes.plot(found.mean, -place, "o", color=drawn[method].colour, markersize=6)
                 tuned = pair(cells[method].final("tuned_test_accuracy"), floor.final("tuned_test_accuracy"))

@@ -19,15 +19,15 @@ from nestfed.core.algorithm import Algorithm
 from nestfed.experiments import frame
 from nestfed.experiments.cells import Cell, train_in_turn
 from nestfed.experiments.image_tasks import MADE_UP, find_images
-from nestfed.experiments.personal.data import PersonalImages, deal_classes, deal_writers, held_out
+from nestfed.experiments.personal.data import PersonalImages, deal_classes, deal_writers, hold_out
 from nestfed.experiments.personal.femnist import CLASS_NAMES, load_femnist
 from nestfed.experiments.personal.task import (
     COLOUR,
     GREY,
     ImageClasses,
     RandomImageClasses,
-    newcomer_accuracy,
-    personal_task,
+    make_personal_task,
+    measure_newcomer,
 )
 from nestfed.models import CNN, Convolution
 from nestfed.verbs.personalise import PersonalTask
@@ -136,7 +136,7 @@ class Plan:
     def task(self, data: str, method: str, seed: int, *, choosing: bool = False) -> PersonalTask:
         """Where settings are chosen, clients are judged by a part of their training images."""
         about, images = dict(self.data)[data], self.images(data, seed)
-        images = held_out(images, seed=seed) if choosing else images
+        images = hold_out(images, seed=seed) if choosing else images
         kind = RandomImageClasses if method == "fedcr" else ImageClasses
         problem = kind(
             model=about.model,
@@ -145,7 +145,7 @@ class Plan:
             vary=about.vary,
             reduction="sum" if method == AS_CODED else "mean",
         )
-        return personal_task(
+        return make_personal_task(
             images,
             problem,
             seed=seed,
@@ -155,9 +155,9 @@ class Plan:
         )
 
     def images(self, data: str, seed: int) -> PersonalImages:
-        return _images(dict(self.data)[data], self.clients, seed)
+        return _load_images(dict(self.data)[data], self.clients, seed)
 
-    def facts(self, data: str) -> dict[str, int]:
+    def list_facts(self, data: str) -> dict[str, int]:
         """What a page says of the data; kept with the trainings, so that pages can be written without them."""
         images = self.images(data, 0)
         return {
@@ -169,7 +169,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=3)
-def _images(about: DataPlan, clients: int, seed: int) -> PersonalImages:
+def _load_images(about: DataPlan, clients: int, seed: int) -> PersonalImages:
     if about.classes:
         return deal_classes(_load(about.source), clients=clients, per_client=about.classes, seed=seed)
     return deal_writers(_load(about.source), writers=about.writers, newcomers=about.newcomers, seed=seed)
@@ -207,7 +207,7 @@ class Trainings(frame.Trainings[Plan]):
         if name.startswith("choose-"):
             return self._choose(name.removeprefix("choose-"))
         data, method = name.split("-", 1)
-        plan, seeds, facts = self.plan, range(self.plan.seeds), self.plan.facts(data)
+        plan, seeds, facts = self.plan, range(self.plan.seeds), self.plan.list_facts(data)
         about = dict(plan.data)[data]
         chosen = self.chosen(f"choose-{data}", CHOSEN_BY) if method == CHOSEN else {}
         return train_in_turn(
@@ -223,7 +223,7 @@ class Trainings(frame.Trainings[Plan]):
 
     def _choose(self, data: str) -> Cell:
         """FedReCo with every server step and every strength of the pull, with the first seed."""
-        plan, rounds, epoch = self.plan, dict(self.plan.data)[data].rounds, self.plan.facts(data)["epoch"]
+        plan, rounds, epoch = self.plan, dict(self.plan.data)[data].rounds, self.plan.list_facts(data)["epoch"]
         grid = [{"server_lr": lr, "coupling": pull} for lr, pull in itertools.product(plan.server_lrs, plan.pulls)]
         return train_in_turn(
             [(words, plan.algorithm(CHOSEN, epoch, **words)) for words in grid],
@@ -243,7 +243,7 @@ class Trainings(frame.Trainings[Plan]):
         if int(run.diverged) >= 0:
             return {"newcomer_accuracy": np.nan, "tuned_newcomer_accuracy": np.nan}
         rounds = self.plan.newcomer_rounds
-        found = [newcomer_accuracy(algorithm, task, run.server, one, rounds=rounds, seed=seed) for one in newcomers]
+        found = [measure_newcomer(algorithm, task, run.server, one, rounds=rounds, seed=seed) for one in newcomers]
         before, after = np.mean(found, axis=0)
         return {"newcomer_accuracy": before, "tuned_newcomer_accuracy": after}
 

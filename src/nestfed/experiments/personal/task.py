@@ -17,20 +17,20 @@ from nestfed.core.randomness import fold
 from nestfed.core.rows import Rows
 from nestfed.core.settings import static, struct
 from nestfed.core.types import Array, PyTree
-from nestfed.data.images import normalise, random_crop_flip
+from nestfed.data.images import crop_and_flip, normalise
 from nestfed.experiments.personal.data import PersonalImages
 from nestfed.models import CNN, Convolution, ImageModel, dense, init_dense
 from nestfed.problems import GaussianEncoder, Personalised
 from nestfed.verbs.personalise import PersonalTask, adapt, fine_tune
 
 
-def five_layers(*channels: int, outputs: int = 10) -> CNN:
+def make_five_layers(*channels: int, outputs: int = 10) -> CNN:
     """Two 5 x 5 convolutions, each with 2 x 2 pooling, two layers of 1024 and a linear head."""
     layers = tuple(Convolution(number, 5, padding="VALID", pool=2) for number in channels)
     return CNN(layers=layers, hidden=(1024, 1024), outputs=outputs)
 
 
-GREY, COLOUR = five_layers(4, 12), five_layers(64, 64)  # extractors of 1,248,548 and 2,796,352 numbers
+GREY, COLOUR = make_five_layers(4, 12), make_five_layers(64, 64)  # extractors of 1,248,548 and 2,796,352 numbers
 
 
 @struct
@@ -51,7 +51,7 @@ class ImageClasses(Personalised):
 
     def sample(self, data, key, size):
         images, labels = data.draw(key, size)
-        return (random_crop_flip(self.prepare(images), fold(key, 1)) if self.vary else images), labels
+        return (crop_and_flip(self.prepare(images), fold(key, 1)) if self.vary else images), labels
 
     def prepare(self, images: Array) -> Array:
         """Bytes are normalised; what is not bytes was varied, and normalised before that."""
@@ -91,7 +91,7 @@ class RandomImageClasses(GaussianEncoder, ImageClasses):
         return dense(u["encoder"], self.body.features(u["body"], self.prepare(inputs)))
 
 
-def personal_task(
+def make_personal_task(
     images: PersonalImages, problem: ImageClasses, *, seed: int = 0, batch_size: int = 48, **fields: Any
 ) -> PersonalTask:
     """The task of these clients, judged by their own test images; all start from one point. Options are those of
@@ -100,7 +100,7 @@ def personal_task(
     return PersonalTask.create(problem, images.train, params, test=images.test, batch_size=batch_size, **fields)
 
 
-def newcomer_accuracy(
+def measure_newcomer(
     algorithm: Algorithm, task: PersonalTask, server: Any, newcomer: tuple[Rows, Rows], *, rounds: int, seed: int = 0
 ) -> tuple[float, float]:
     """Test accuracy of a client that was not there in training, after so many rounds against a server that does not
@@ -108,12 +108,12 @@ def newcomer_accuracy(
     train, test = newcomer
     alone = dataclasses.replace(task, data=train, test=test, weights=np.ones(1, np.asarray(task.weights).dtype))
     own = adapt(algorithm, alone, server, rounds=rounds, seed=seed)
-    before, after = _accuracies(alone, server, own, jax.random.key(seed))
+    before, after = _measure_accuracies(alone, server, own, jax.random.key(seed))
     return float(before), float(after)
 
 
 @jax.jit
-def _accuracies(task: PersonalTask, server: Any, client: Any, key: Array) -> tuple[Array, Array]:
+def _measure_accuracies(task: PersonalTask, server: Any, client: Any, key: Array) -> tuple[Array, Array]:
     problem, test = task.problem, task.test
     assert test is not None
     u, v = problem.model_of(server, client)

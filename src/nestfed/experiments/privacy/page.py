@@ -13,9 +13,9 @@ from nestfed.experiments import plots
 from nestfed.experiments.cells import Cell
 from nestfed.experiments.claims import Case, Claim, below, compare, within
 from nestfed.experiments.frame import Experiment, Page
-from nestfed.experiments.personal.page import VISIBLE, judging_metric
+from nestfed.experiments.personal.page import VISIBLE, choose_metric
 from nestfed.experiments.personal.plan import FLOOR, TITLES
-from nestfed.experiments.privacy.plan import METHODS, QUICK, RELEASES, Plan, Trainings, parts
+from nestfed.experiments.privacy.plan import METHODS, QUICK, RELEASES, Plan, Trainings, split_name
 from nestfed.uploads import privacy
 from nestfed.uploads.transforms import CLIPPED, SIGNAL
 
@@ -23,11 +23,11 @@ from nestfed.uploads.transforms import CLIPPED, SIGNAL
 def make_page(trainings: Trainings) -> Page:
     """Of what is finished."""
     plan, results = trainings.plan, trainings.list_finished()
-    final, about = final_table(plan, results), dict(plan.training.data)
+    final, about = tabulate_final(plan, results), dict(plan.training.data)
     drawn = {}
     for data in about:
-        drawn |= accuracy_figures(final.query("data == @data"), data)
-    facts = {parts(name)[:2]: cell.settings[0] for name, cell in results.items()}
+        drawn |= draw_accuracies(final.query("data == @data"), data)
+    facts = {split_name(name)[:2]: cell.settings[0] for name, cell in results.items()}
     ratio, measured = (final[f"signal / noise, {kind}"].to_numpy(float) for kind in ("at most", "measured"))
     return Page(
         tables={"final": final},
@@ -51,13 +51,13 @@ def make_page(trainings: Trainings) -> Page:
     )
 
 
-def final_table(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
+def tabulate_final(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
     """One row per method and noise: what it means, how large it is beside the signal, and what is left of accuracy."""
     rows = []
     for name, cell in results.items():
-        data, method, release = parts(name)
+        data, method, release = split_name(name)
         for i, (value, facts) in enumerate(zip(plan.values(release), cell.settings, strict=True)):
-            guarantee, metric = plan.guarantee(release, value), judging_metric(method)
+            guarantee, metric = plan.guarantee(release, value), choose_metric(method)
             row: dict[str, Any] = {
                 "data": data,
                 "method": TITLES[method],
@@ -68,7 +68,7 @@ def final_table(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
             if guarantee is not None:
                 noise = guarantee.sigma * math.sqrt(facts["numbers"] / facts["clients"])
             signal = cell.metrics.get(SIGNAL)
-            measured = math.nan if signal is None else _median(signal[i])
+            measured = math.nan if signal is None else _compute_median(signal[i])
             accuracy = cell.final("test_accuracy", i)
             row |= {
                 "noise multiplier": guarantee.sigma / (2 * plan.clip) if guarantee is not None else math.nan,
@@ -89,7 +89,7 @@ def final_table(plan: Plan, results: Mapping[str, Cell]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _median(values: np.ndarray) -> float:
+def _compute_median(values: np.ndarray) -> float:
     known = values[np.isfinite(values)]
     return float(np.median(known)) if known.size else math.nan
 
@@ -98,7 +98,8 @@ def check_claims(plan: Plan, results: Mapping[str, Cell]) -> list[Claim]:
     def against(method: str, reference: str, release: str) -> dict[str, Case]:
         names = [(data, f"{data}-{method}-{release}", f"{data}-{reference}-plain") for data, _ in plan.training.data]
         return {
-            f"{data}, {TITLES[method]}, {RELEASES[release]}" + (f", {value:g}" if math.isfinite(value) else ""): _case(
+            f"{data}, {TITLES[method]}, {RELEASES[release]}"
+            + (f", {value:g}" if math.isfinite(value) else ""): _make_case(
                 results[name], method, i, results[other], reference
             )
             for data, name, other in names
@@ -140,12 +141,12 @@ def check_claims(plan: Plan, results: Mapping[str, Cell]) -> list[Claim]:
     return [claim for claim in claims if claim.cases]
 
 
-def _case(cell: Cell, method: str, setting: int, other: Cell, reference: str) -> Case:
-    one, two = judging_metric(method), judging_metric(reference)
+def _make_case(cell: Cell, method: str, setting: int, other: Cell, reference: str) -> Case:
+    one, two = choose_metric(method), choose_metric(reference)
     return compare(cell.final(one, setting), other.final(two), motion=max(cell.motion(one, setting), other.motion(two)))
 
 
-def accuracy_figures(own: Any, data: str) -> dict[str, Any]:
+def draw_accuracies(own: Any, data: str) -> dict[str, Any]:
     """Accuracies against epsilon and against the noise, where there is more than one; `own` are the data set's rows of
     the final table, a DataFrame."""
     column = "accuracy of clients' models"
@@ -160,7 +161,7 @@ def accuracy_figures(own: Any, data: str) -> dict[str, Any]:
     several = (("epsilon", released, "epsilon of a release"), ("noise", noisy, "noise multiplier"))
     named = {column: "test accuracy of clients' models"}
     return {
-        f"accuracy-{data}-{name}": functools.partial(plots.lines_over, rows, across, named, levels=levels)
+        f"accuracy-{data}-{name}": functools.partial(plots.draw_lines_over, rows, across, named, levels=levels)
         for name, rows, across in several
         if len(rows) > 1
     }

@@ -80,11 +80,11 @@ class Trainings(frame.Trainings[Plan]):
         return [name for data, _ in self.plan.training.data for name in of_data(data)]
 
     def train(self, name: str) -> Cell:
-        data, method, release = parts(name)
+        data, method, release = split_name(name)
         plan, training = self.plan, self.plan.training
-        seeds, facts, about = range(training.seeds), training.facts(data), dict(training.data)[data]
+        seeds, facts, about = range(training.seeds), training.list_facts(data), dict(training.data)[data]
         algorithm = training.algorithm(method, facts["epoch"])
-        facts |= {"numbers": upload_size(plan, data, method)}
+        facts |= {"numbers": find_upload_size(plan, data, method)}
         tasks = [training.task(data, method, seed) for seed in seeds]
         cells = [
             train_in_turn(
@@ -112,14 +112,14 @@ class Trainings(frame.Trainings[Plan]):
         return {name: self.cell(name) for name in self.names() if self.done(name)}
 
 
-def parts(name: str) -> tuple[str, str, str]:
+def split_name(name: str) -> tuple[str, str, str]:
     """(data, method, release) of a cell's name."""
     data, rest = name.split("-", 1)
     method, release = rest.rsplit("-", 1)
     return data, method, release
 
 
-def upload_size(plan: Plan, data: str, method: str) -> int:
+def find_upload_size(plan: Plan, data: str, method: str) -> int:
     """Numbers that a client uploads in a round."""
     about = dict(plan.training.data)[data]
     shape = plan.training.images(data, 0).shape

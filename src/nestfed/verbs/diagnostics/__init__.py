@@ -14,20 +14,26 @@ run, to the end of a run, or to a point of your own:
     gradients              exact gradient, of all and per client; `hypergradients` also by any estimator
     consensus              how far the clients' copies of shared variables drift apart within a round
     curvature, lipschitz_quotient     strong convexity and smoothness at the point
-    finite_differences, estimator_error     from Python: checks of a gradient and of a stochastic estimate
+    compute_finite_differences, measure_estimator_error
+                           from Python: checks of a gradient and of a stochastic estimate
 
 All are over each client's whole data. They are meant for small problems (some hundred numbers in x and y) in float64:
 lower problems are solved by Newton's method with dense matrices, as if y were free of constraints.
 """
 
 from nestfed.verbs.diagnostics.exact import PARTS, Lower, Part
-from nestfed.verbs.diagnostics.points import EstimatorError, estimator_error, evaluate_at, finite_differences
+from nestfed.verbs.diagnostics.points import (
+    EstimatorError,
+    compute_finite_differences,
+    evaluate_at,
+    measure_estimator_error,
+)
 from nestfed.verbs.diagnostics.programs import (
     bilevel,
     compositional,
     consensus,
     curvature,
-    extreme_eigenvalues,
+    find_extreme_eigenvalues,
     gradients,
     hypergradients,
     lipschitz_quotient,
@@ -46,9 +52,9 @@ __all__ = [
     "compositional",
     "consensus",
     "curvature",
-    "estimator_error",
-    "extreme_eigenvalues",
-    "finite_differences",
+    "measure_estimator_error",
+    "find_extreme_eigenvalues",
+    "compute_finite_differences",
     "gradients",
     "hypergradients",
     "lipschitz_quotient",

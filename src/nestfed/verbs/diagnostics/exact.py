@@ -21,7 +21,7 @@ MATRICES_AT_ONCE = 16  # rows whose second derivatives are held in memory togeth
 EXACT = Dense()
 
 
-def norm2(v: Array) -> Array:
+def square_norm(v: Array) -> Array:
     return jnp.vdot(v, v)
 
 
@@ -49,15 +49,15 @@ class Inner(NamedTuple):
     y: Any  # what the outer function gets: the mean of all, or the client's own
 
 
-def _single_level_part(problem, x, server, client, data, fed) -> Part:
+def _compute_single_level_part(problem, x, server, client, data, fed) -> Part:
     value_and_gradient = lambda sample: (problem.value(x, sample), problem.gradient(x, sample))
     return Part(*data.average(lambda batch: value_and_gradient(Sample(batch, fed.key))))
 
 
-def bilevel_part(problem, x, server, client, data, fed, estimator: Any = EXACT) -> Part:
+def compute_bilevel_part(problem, x, server, client, data, fed, estimator: Any = EXACT) -> Part:
     common = fed.mean if problem.scope == "global" else lambda tree: tree
-    look = lambda search: search.after(*common(_lower_derivatives(problem, x, search.trial, data, fed.key)))
-    search = _Search.start(lower_variable(server, client))
+    look = lambda search: search.after(*common(_compute_lower_derivatives(problem, x, search.trial, data, fed.key)))
+    search = _Search.start(find_lower_variable(server, client))
     if problem.scope == "global":
         for _ in range(NEWTON_EXCHANGES):
             search = look(search)
@@ -65,7 +65,7 @@ def bilevel_part(problem, x, server, client, data, fed, estimator: Any = EXACT) 
         search = lax.while_loop(_Search.is_unfinished, look, search)
     y = search.y
 
-    value, gradients, mixed = _upper_derivatives(problem, x, y, data, fed.key)
+    value, gradients, mixed = _compute_upper_derivatives(problem, x, y, data, fed.key)
     solved = _Solved(gradients, search.hessian, common(mixed))
     (gradient,) = estimator(solved, [(x, y)], lambda j: Sample(None, fold_in(fed.shared_key, j)))
     z = solved.hessian_solve(x, y, None, gradients[1])
@@ -76,7 +76,7 @@ def bilevel_part(problem, x, server, client, data, fed, estimator: Any = EXACT) 
 
 
 @jax.jit
-def _lower_derivatives(problem, x, y, data, key):
+def _compute_lower_derivatives(problem, x, y, data, key):
     """(dg/dy, d2g/dy2) over all rows."""
     hessian = jax.hessian(problem.lower_flat, 1)
     both = lambda sample: (problem.grad_lower(x, y, sample), hessian(x, y, sample))
@@ -84,30 +84,30 @@ def _lower_derivatives(problem, x, y, data, key):
 
 
 @jax.jit
-def _upper_derivatives(problem, x, y, data, key):
+def _compute_upper_derivatives(problem, x, y, data, key):
     """(f, (df/dx, df/dy), d2g/dxdy) over all rows."""
     mixed = jax.jacfwd(jax.grad(problem.lower_flat, 0), 1)
     all_of_it = lambda s: (problem.upper_flat(x, y, s), problem.grad_upper(x, y, s), mixed(x, y, s))
     return data.average(lambda batch: all_of_it(Sample(batch, key)), rows_at_once=MATRICES_AT_ONCE)
 
 
-def _compositional_part(problem, x, server, client, data, fed) -> Part:
+def _compute_compositional_part(problem, x, server, client, data, fed) -> Part:
     common = fed.mean if problem.scope == "global" else lambda tree: tree
-    own = inner_values(problem, x, data, fed.key)
+    own = compute_inner_values(problem, x, data, fed.key)
     y = common(own)
-    slope = common(_outer_slope(problem, y, data, fed.key))
+    slope = common(_compute_outer_slope(problem, y, data, fed.key))
     value, gradient = _compose(problem, x, y, slope, data, fed.key)
     return Part(value, gradient, inner=Inner(own, y))
 
 
 @jax.jit
-def inner_values(problem, x, data, key) -> Any:
+def compute_inner_values(problem, x, data, key) -> Any:
     """g_k(x) over all rows, plain or Scaled."""
     return data.average(lambda batch: problem.inner_flat(x, Sample(batch, key)))
 
 
 @jax.jit
-def _outer_slope(problem, y, data, key) -> Any:
+def _compute_outer_slope(problem, y, data, key) -> Any:
     return data.average(lambda batch: problem.grad_outer(y, Sample(batch, key)))
 
 
@@ -118,13 +118,13 @@ def _compose(problem, x, y, slope, data, key):
 
     def linear(x, batch):
         # Not through the problem's pull-back, which may bound weights: an exact gradient is that of the objective.
-        return extra(x, batch) + _product(slope, problem.inner_flat(x, Sample(batch, key)))
+        return extra(x, batch) + _multiply(slope, problem.inner_flat(x, Sample(batch, key)))
 
     value = lambda batch: extra(x, batch) + problem.outer_flat(y, Sample(batch, key))
     return data.average(lambda batch: (value(batch), jax.grad(linear)(x, batch)))
 
 
-def _product(slope: Any, y: Any) -> Array:
+def _multiply(slope: Any, y: Any) -> Array:
     """slope^T y; of Scaled ones only the sum of the exponents is exponentiated."""
     if not is_scaled(y):
         return jnp.vdot(slope, y)
@@ -133,20 +133,20 @@ def _product(slope: Any, y: Any) -> Array:
 
 # To add a family: a function that gives a client's Part at x, exchanging as it needs. Everything else follows.
 PARTS: dict[str, Callable[..., Part]] = {
-    "single level": _single_level_part,
-    "bilevel": bilevel_part,
-    "compositional": _compositional_part,
+    "single level": _compute_single_level_part,
+    "bilevel": compute_bilevel_part,
+    "compositional": _compute_compositional_part,
 }
 
 
-def part_of(task, x, server, client, data, fed) -> Part:
+def compute_part(task, x, server, client, data, fed) -> Part:
     family = task.problem.family
     if family not in PARTS:
         raise UserError(f"there is no exact objective for {family} problems yet; there is for {', '.join(PARTS)}.")
     return PARTS[family](task.problem, x, server, client, data, fed)
 
 
-def lower_variable(server, client):
+def find_lower_variable(server, client):
     return server.y if client.y is None else client.y
 
 
@@ -195,7 +195,7 @@ class _Search(NamedTuple):
 
     @jax.jit
     def after(self, gradient: Array, hessian: Array) -> "_Search":
-        size = jnp.sqrt(norm2(gradient))
+        size = jnp.sqrt(square_norm(gradient))
         direction = jnp.linalg.solve(hessian, gradient)
         accepted = _Search(self.trial, size, hessian, direction, jnp.minimum(4 * self.step, 1))
         refused = self._replace(step=self.step / 4)

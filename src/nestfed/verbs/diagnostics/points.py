@@ -16,8 +16,8 @@ from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree, Seed
 from nestfed.engine import rounds
-from nestfed.engine.options import as_key, check_positive
-from nestfed.engine.steps import Call, Inputs, make_client, make_draws, only_client
+from nestfed.engine.options import check_positive, make_key
+from nestfed.engine.steps import Call, Inputs, make_client, make_draws, make_only_participant
 from nestfed.verbs.diagnostics.programs import gradients
 
 
@@ -32,7 +32,7 @@ def evaluate_at(task: Task, program: Callable, *, seed: Seed = 0, **point: PyTre
         raise UserError(f"{', '.join(sorted(unknown))} was given; the variables are {', '.join(problem.variables)}.")
     start = zip(problem.variables, problem.layouts, task.params, strict=True)
     server = {name: layout.flatten(point[name]) if name in point else v for name, layout, v in start}
-    state = _state(problem.variables)
+    state = _make_state_class(problem.variables)
     run = rounds.Run(
         server=state(**server),
         clients=state(*(None for _ in server)),
@@ -42,17 +42,17 @@ def evaluate_at(task: Task, program: Callable, *, seed: Seed = 0, **point: PyTre
         diverged=jnp.asarray(-1, jnp.int32),
     )
     nothing = jnp.zeros(())
-    inputs = Inputs(Algorithm(), task, as_key(seed), as_key(0), nothing)  # a point has no noise and no dropout
+    inputs = Inputs(Algorithm(), task, make_key(seed), make_key(0), nothing)  # a point has no noise and no dropout
     values = rounds.evaluate(inputs, run, rounds.Plan(metrics=program))
     return {name: np.asarray(value) for name, value in values.items()}
 
 
 @functools.cache
-def _state(variables: tuple[str, ...]) -> Any:
+def _make_state_class(variables: tuple[str, ...]) -> Any:
     return namedtuple("Point", variables)  # one type per set of variables: another type would compile again
 
 
-def finite_differences(task: Task, *, step: float = 1e-5, **point: PyTree) -> np.ndarray:
+def compute_finite_differences(task: Task, *, step: float = 1e-5, **point: PyTree) -> np.ndarray:
     """The gradient of the exact objective by central differences: 2 d values, lower problems solved anew at each."""
     x = np.asarray(task.problem.layouts[0].flatten(point.pop("x")) if "x" in point else task.params[0])
     value = lambda x: evaluate_at(task, gradients, x=x, **point)["objective"]  # compiled already if compared with
@@ -68,7 +68,7 @@ class EstimatorError:
     variance: float  # mean squared distance of the estimates from their mean
 
 
-def estimator_error(
+def measure_estimator_error(
     task: Task,
     estimate: Callable[[Any, Callable[[Any], Sample]], Array],
     exact: Array,
@@ -83,9 +83,9 @@ def estimator_error(
     truncated series, with the exact values from `gradients` or `hypergradients` by `evaluate_at`, and for the value
     of a composition on one batch, whose bias falls like 1 / batch_size:
 
-        estimator_error(task, lambda problem, draw: problem.gradient(x, draw(0)), exact)
-        estimator_error(task, lambda problem, draw: Neumann(terms=5)(problem, [(x, y)], draw)[0], exact)
-        estimator_error(
+        measure_estimator_error(task, lambda problem, draw: problem.gradient(x, draw(0)), exact)
+        measure_estimator_error(task, lambda problem, draw: Neumann(terms=5)(problem, [(x, y)], draw)[0], exact)
+        measure_estimator_error(
             task, lambda problem, draw: problem.outer_flat(problem.inner_value(x, draw(0)), draw(0)), exact
         )
     """
@@ -93,12 +93,12 @@ def estimator_error(
 
     @jax.jit
     def sample(task, key):
-        place = only_client(task.data.ids[client])._replace(position=client)
+        place = make_only_participant(task.data.ids[client])._replace(position=client)
         at_work = make_client(task, place, Call(key, 0, (), 1.0))
         one = lambda repeat: estimate(task.problem, make_draws(task, at_work, repeat))  # one step after the other
         return lax.map(one, jnp.arange(repeats), batch_size=min(repeats, 64))
 
-    estimates = np.asarray(sample(task, as_key(seed)), np.float64)
+    estimates = np.asarray(sample(task, make_key(seed)), np.float64)
     mean = estimates.mean(0)
     variance = float(np.sum((estimates - mean) ** 2) / max(repeats - 1, 1))
     return EstimatorError(float(np.linalg.norm(mean - np.asarray(exact))), float(np.sqrt(variance / repeats)), variance)

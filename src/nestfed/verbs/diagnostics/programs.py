@@ -13,16 +13,24 @@ from nestfed.core.scaled import is_scaled
 from nestfed.core.settings import UserError
 from nestfed.core.types import Array, PyTree
 from nestfed.problems.robust import WeighsRows
-from nestfed.verbs.diagnostics.exact import EXACT, Part, bilevel_part, inner_values, lower_variable, norm2, part_of
+from nestfed.verbs.diagnostics.exact import (
+    EXACT,
+    Part,
+    compute_bilevel_part,
+    compute_inner_values,
+    compute_part,
+    find_lower_variable,
+    square_norm,
+)
 
 LANCZOS_STEPS = 50  # exact up to this dimension, estimates from inside the spectrum beyond it
 
 
 def objective(task, server, client, data, fed):
     """Exact objective (the value function h of bilevel problems) and squared norm of its gradient at the server's x."""
-    part = part_of(task, server.x, server, client, data, fed)
+    part = compute_part(task, server.x, server, client, data, fed)
     value, gradient = fed.mean((part.value, part.gradient))
-    return {"objective": value, "gradient_norm2": norm2(gradient)}
+    return {"objective": value, "gradient_norm2": square_norm(gradient)}
 
 
 def single_level(task, server, client, data, fed):
@@ -30,7 +38,7 @@ def single_level(task, server, client, data, fed):
 
     gradient_deviation  max_k ||grad_k - grad||;   gradient_diameter: max_{k,j} ||grad_k - grad_j||
     """
-    values = _compare(part_of(task, server.x, server, client, data, fed), {}, fed)
+    values = _compare(compute_part(task, server.x, server, client, data, fed), {}, fed)
     return values | (consensus(task, server, client, data, fed) if fed.unsynced is not None else {})
 
 
@@ -42,13 +50,16 @@ def bilevel(task, server, client, data, fed):
     lower_residual           mean_k ||dg_k/dy|| at y_k(x): zero to rounding, or Newton's method did not get there
     nu_error, omega_error    see `momentum_errors`
     """
-    part = part_of(task, server.x, server, client, data, fed)
-    own = {"lower_error": norm2(lower_variable(server, client) - part.lower.y), "lower_residual": part.lower.residual}
+    part = compute_part(task, server.x, server, client, data, fed)
+    own = {
+        "lower_error": square_norm(find_lower_variable(server, client) - part.lower.y),
+        "lower_residual": part.lower.residual,
+    }
     values = _compare(part, {"lower_solution": part.lower.y} if task.problem.scope == "local" else {}, fed)
     errors, z = fed.mean((own, part.lower.z))
     values |= errors
     if getattr(server, "z", None) is not None:
-        values |= {"z_error": jnp.sqrt(norm2(server.z - z))}
+        values |= {"z_error": jnp.sqrt(square_norm(server.z - z))}
     if fed.unsynced is not None:
         values |= consensus(task, server, client, data, fed)
         if task.problem.scope == "local" and getattr(server, "nu", None) is not None:
@@ -69,21 +80,21 @@ def compositional(task, server, client, data, fed):
     are inner_log_deviation, inner_log_error and inner_log_error_local. There is no potential then.
     """
     problem = task.problem
-    part = part_of(task, server.x, server, client, data, fed)
+    part = compute_part(task, server.x, server, client, data, fed)
     common = problem.scope == "global"
     name = "inner_log" if is_scaled(part.inner.y) else "inner"
-    centred = {name: _difference(part.inner.own, part.inner.y)} if common else {}
+    centred = {name: _subtract(part.inner.own, part.inner.y)} if common else {}
     values = _compare(part, {}, fed, **centred)
     follows = common and getattr(server, "y", None) is not None
     if follows:
-        values[f"{name}_error"] = norm2(_difference(server.y, part.inner.y))
+        values[f"{name}_error"] = square_norm(_subtract(server.y, part.inner.y))
         if name == "inner":
             values["potential"] = values["objective"] + values["inner_error"]
     if fed.unsynced is not None:
         values |= consensus(task, server, client, data, fed)
         if follows:
-            y, inner = fed.mean((fed.unsynced.y, inner_values(problem, fed.unsynced.x, data, fed.key)))
-            values[f"{name}_error_local"] = norm2(_difference(y, inner))
+            y, inner = fed.mean((fed.unsynced.y, compute_inner_values(problem, fed.unsynced.x, data, fed.key)))
+            values[f"{name}_error_local"] = square_norm(_subtract(y, inner))
     return values
 
 
@@ -110,7 +121,7 @@ def gradients(task, server, client, data, fed):
     For bilevel problems the gradient is the hypergradient; the lower solutions [clients, d_y] come with it, and their
     residuals, which say whether Newton's method got there (if not, give a better y to start from).
     """
-    return _gradients(part_of(task, server.x, server, client, data, fed), fed)
+    return _gather_gradients(compute_part(task, server.x, server, client, data, fed), fed)
 
 
 def hypergradients(task, server, client, data, fed, estimator=EXACT):
@@ -118,7 +129,7 @@ def hypergradients(task, server, client, data, fed, estimator=EXACT):
 
     For instance `functools.partial(hypergradients, estimator=Neumann(terms=5, lr=0.1))`, to compare with the default.
     """
-    return _gradients(bilevel_part(task.problem, server.x, server, client, data, fed, estimator), fed)
+    return _gather_gradients(compute_bilevel_part(task.problem, server.x, server, client, data, fed, estimator), fed)
 
 
 def consensus(task, server, client, data, fed):
@@ -131,7 +142,7 @@ def consensus(task, server, client, data, fed):
     shared = zip(server._fields, server, fed.unsynced, strict=True)
     own = {name: v for name, kept, v in shared if isinstance(kept, jax.Array) and kept.ndim and v is not None}
     mean = fed.mean(own)
-    errors = fed.mean({name: norm2(v - mean[name]) for name, v in own.items()})
+    errors = fed.mean({name: square_norm(v - mean[name]) for name, v in own.items()})
     return {f"consensus_{name}": error for name, error in errors.items()}
 
 
@@ -144,10 +155,10 @@ def momentum_errors(task, server, client, data, fed):
     if fed.unsynced is None:
         raise UserError("momenta belong to the points before the round's last step: run with unsynced=True.")
     x, y = fed.unsynced.x, fed.unsynced.y
-    gradient = bilevel_part(task.problem, x, server, fed.unsynced, data, fed).gradient
+    gradient = compute_bilevel_part(task.problem, x, server, fed.unsynced, data, fed).gradient
     lower_gradient = data.average(lambda batch: task.problem.grad_lower(x, y, Sample(batch, fed.key)))
-    gradient, omega_error = fed.mean((gradient, norm2(client.omega - lower_gradient)))
-    return {"nu_error": norm2(server.nu - gradient), "omega_error": omega_error}
+    gradient, omega_error = fed.mean((gradient, square_norm(client.omega - lower_gradient)))
+    return {"nu_error": square_norm(server.nu - gradient), "omega_error": omega_error}
 
 
 def curvature(task, server, client, data, fed):
@@ -159,13 +170,13 @@ def curvature(task, server, client, data, fed):
     if problem.family not in ("single level", "bilevel"):
         raise UserError(f"curvature is of single level and bilevel problems; this one is {problem.family}.")
     if problem.family == "bilevel":
-        point = lower_variable(server, client)
+        point = find_lower_variable(server, client)
         product = lambda sample, v: problem.hessian_vector(x, point, sample, v)
     else:
         point = x
         product = lambda sample, v: jax.jvp(lambda x: problem.gradient(x, sample), (x,), (v,))[1]
     over_all_rows = lambda v: data.average(lambda batch: product(Sample(batch, fed.key), v))
-    smallest, largest = extreme_eigenvalues(over_all_rows, point, fed.key)
+    smallest, largest = find_extreme_eigenvalues(over_all_rows, point, fed.key)
     largest_of_all = lambda values, cohort, slot, key: [jnp.max(jnp.where(cohort.present, v, -jnp.inf)) for v in values]
     minus_smallest, largest = _agree([-smallest, largest], largest_of_all, fed)
     return {"smallest_curvature": -minus_smallest, "largest_curvature": largest}
@@ -176,14 +187,14 @@ def lipschitz_quotient(task, server, client, data, fed):
 
     A lower bound of the smoothness of the exact objective (of h, for bilevel problems), where descent feels it.
     """
-    gradient_at = lambda x: fed.mean(part_of(task, x, server, client, data, fed).gradient)
+    gradient_at = lambda x: fed.mean(compute_part(task, x, server, client, data, fed).gradient)
     gradient = gradient_at(server.x)
-    size = jnp.sqrt(norm2(gradient))
+    size = jnp.sqrt(square_norm(gradient))
     anywhere = jnp.full_like(gradient, gradient.size**-0.5)  # at a stationary point
     direction = jnp.where(size > 0, gradient / jnp.where(size > 0, size, 1), anywhere)
-    distance = 1e-3 * (1 + jnp.sqrt(norm2(server.x)))
+    distance = 1e-3 * (1 + jnp.sqrt(square_norm(server.x)))
     change = gradient_at(server.x - distance * direction) - gradient
-    return {"lipschitz_quotient": jnp.sqrt(norm2(change)) / distance}
+    return {"lipschitz_quotient": jnp.sqrt(square_norm(change)) / distance}
 
 
 # ------------------------------------------------------------------------------------------------- parts of programs
@@ -207,20 +218,20 @@ def _compare(part: Part, vectors: dict[str, Array], fed, **centred: Array) -> di
         return deviations | {f"{name}_diameter": diameter(v) for name, v in vectors.items()}
 
     differences = _agree((centred, {"gradient": part.gradient - gradient} | vectors), reply, fed)
-    return {"objective": value, "gradient_norm2": norm2(gradient)} | differences
+    return {"objective": value, "gradient_norm2": square_norm(gradient)} | differences
 
 
-def _difference(y: Any, of: Any) -> Array:
+def _subtract(y: Any, of: Any) -> Array:
     """Of two inner values; of Scaled ones, that of their logarithms."""
     return y.log() - of.log() if is_scaled(y) else y - of
 
 
-def _gradients(part: Part, fed) -> dict[str, Array]:
+def _gather_gradients(part: Part, fed) -> dict[str, Array]:
     value, gradient = fed.mean((part.value, part.gradient))
     side_by_side = {"gradients": part.gradient}
     if part.lower is not None:
         side_by_side |= {"lower_solutions": part.lower.y, "lower_residuals": part.lower.residual}
-    return {"objective": value, "gradient": gradient} | _by_client(side_by_side, fed)
+    return {"objective": value, "gradient": gradient} | _gather_by_client(side_by_side, fed)
 
 
 def _agree(tree: PyTree, reply: Callable, fed) -> PyTree:
@@ -228,13 +239,13 @@ def _agree(tree: PyTree, reply: Callable, fed) -> PyTree:
     return fed.mean(fed.gather(tree, reply=reply))
 
 
-def _by_client(tree: PyTree, fed) -> PyTree:
+def _gather_by_client(tree: PyTree, fed) -> PyTree:
     """Everybody's values side by side, in order of ids: a cohort may come in any order."""
     ids = _agree((), lambda values, cohort, slot, key: cohort.ids.astype(float), fed)
     return jax.tree.map(lambda values: values[jnp.argsort(ids)], fed.gather(tree))
 
 
-def extreme_eigenvalues(product: Callable[[Array], Array], like: Array, key: Array) -> tuple[Array, Array]:
+def find_extreme_eigenvalues(product: Callable[[Array], Array], like: Array, key: Array) -> tuple[Array, Array]:
     """Smallest and largest eigenvalue of the symmetric map `product` on vectors like `like`.
 
     Lanczos with full reorthogonalisation. When the Krylov space is exhausted early, a fresh random vector opens the
@@ -242,15 +253,15 @@ def extreme_eigenvalues(product: Callable[[Array], Array], like: Array, key: Arr
     """
     size, steps = like.size, min(like.size, LANCZOS_STEPS)
     fresh = normal(key, (steps + 1, size), like.dtype)
-    unit = lambda v: v / jnp.sqrt(norm2(v))
+    unit = lambda v: v / jnp.sqrt(square_norm(v))
 
     def step(j, carry):
         basis, diagonal, beside = carry
         orthogonal = lambda v: v - basis.T @ (basis @ v)
         image = product(basis[j])
         rest = orthogonal(orthogonal(image))
-        length = jnp.sqrt(norm2(rest))
-        goes_on = length > jnp.sqrt(jnp.finfo(like.dtype).eps) * jnp.sqrt(norm2(image))
+        length = jnp.sqrt(square_norm(rest))
+        goes_on = length > jnp.sqrt(jnp.finfo(like.dtype).eps) * jnp.sqrt(square_norm(image))
         further = jnp.where(goes_on, rest, orthogonal(orthogonal(fresh[j + 1])))
         basis = basis.at[j + 1].set(unit(further))
         return basis, diagonal.at[j].set(jnp.vdot(basis[j], image)), beside.at[j].set(jnp.where(goes_on, length, 0))

@@ -37,12 +37,12 @@ from nestfed.workbench.scenarios.tabular import (
     Tabular,
     TabularSetup,
     TabularTask,
-    area_under_roc,
-    masked_area_under_roc,
-    mean_loss,
-    part_of,
-    single_level,
-    table_rows,
+    compute_area_under_roc,
+    compute_masked_area_under_roc,
+    make_mean_loss,
+    make_rows,
+    make_single_level_method,
+    select_part,
 )
 from nestfed.workbench.task_options import AuprcOptions
 
@@ -73,7 +73,7 @@ class PrecisionTask(PooledTask):
 
     def metrics(self, server, client, data, fed):
         theta = self.problem.params_of(server, client)
-        return measures(self.pool(theta, data, fed), self.clients, self.recall)
+        return measure_parts(self.pool(theta, data, fed), self.clients, self.recall)
 
 
 @struct
@@ -81,10 +81,10 @@ class RankingTask(PrecisionTask):
     """The problem draws batches in its own way, of the training rows."""
 
     def sample(self, data, key):
-        return self.problem.sample(part_of(data, TRAIN), key, self.batch_size)
+        return self.problem.sample(select_part(data, TRAIN), key, self.batch_size)
 
 
-def measures(pool: Pool, clients: int, recall: float) -> dict[str, Array]:
+def measure_parts(pool: Pool, clients: int, recall: float) -> dict[str, Array]:
     """Of every part of the data; NaN for a part without positives."""
     parts, positive = len(PARTS), pool.label == 1
     together = find_precisions(pool.logit, positive, pool.part, parts, recall)
@@ -95,7 +95,7 @@ def measures(pool: Pool, clients: int, recall: float) -> dict[str, Array]:
             f"{part}_average_precision": together[0][i],
             f"{part}_client_average_precision": jnp.nanmean(apart.reshape(clients, parts)[:, i]),
             f"{part}_precision_at_recall": together[1][i],
-            f"{part}_auroc": masked_area_under_roc(pool.logit, positive, pool.part == i),
+            f"{part}_auroc": compute_masked_area_under_roc(pool.logit, positive, pool.part == i),
         }
     # Iterates are chosen by what is small.
     return measured | {
@@ -125,7 +125,7 @@ class PrecisionSetup(TabularSetup):
         return counted / counted.sum()
 
 
-def average_precision(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> TabularTask:
+def make_average_precision(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> TabularTask:
     chosen = scenario.options
     problem = AveragePrecision(
         scores=RowScores(setup.model),
@@ -138,7 +138,7 @@ def average_precision(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> 
     return scenario.pose(setup, problem, start, task_class=RankingTask, by_positives=True)
 
 
-def area_under_curve(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> TabularTask:
+def make_area_under_curve(scenario: "Auprc", setup: PrecisionSetup, before: Any) -> TabularTask:
     share = setup.weights(scenario.options.averaging) @ (setup.positives / setup.train_sizes)
     problem = AreaUnderRoc(
         scores=RowScores(setup.model), positive_share=float(share), weight_decay=scenario.options.penalty
@@ -164,34 +164,34 @@ PRECISION_LR = 0.3
 CURVE_LR = 1.0
 
 
-def _precision(name: str, title: str, description: str) -> Method:
+def _make_precision_method(name: str, title: str, description: str) -> Method:
     first = lambda scenario, setup: {"lr": LR, "local_steps": LOCAL_STEPS}
     chosen = lambda scenario, setup: {"lr": PRECISION_LR, "local_steps": LOCAL_STEPS}
-    rank = Stage(RANKING, name, average_precision, chosen, output="best")
+    rank = Stage(RANKING, name, make_average_precision, chosen, output="best")
     return Method(
-        title, f"{description} It begins with FedAvg's model.", (Stage(WARM, "fedavg", mean_loss, first), rank)
+        title, f"{description} It begins with FedAvg's model.", (Stage(WARM, "fedavg", make_mean_loss, first), rank)
     )
 
 
-def _curve(name: str, title: str, description: str) -> Method:
+def _make_curve_method(name: str, title: str, description: str) -> Method:
     # Two stages, the second three times as long: the last step is its end, whose average point counts.
     chosen = lambda scenario, setup: {
         "lr": CURVE_LR,
         "local_steps": LOCAL_STEPS,
         "stage_steps": max(1, scenario.options.steps // 4),
     }
-    return Method(title, description, (Stage("model", name, area_under_curve, chosen),))
+    return Method(title, description, (Stage("model", name, make_area_under_curve, chosen),))
 
 
 METHODS: dict[str, Method] = {
-    "fedavg": single_level("fedavg", mean_loss, LR),
-    "coda-plus": _curve("coda-plus", "CODA+", "The area under the ROC curve, as a saddle point."),
-    "codasca": _curve("codasca", "CODASCA", "CODA+ with control variates against drift between clients."),
-    "fcsg": _precision("fcsg", "FCSG", "Average precision: local steps on stratified batches."),
-    "fcsg-m": _precision("fcsg-m", "FCSG-M", "FCSG with momentum, which is averaged too."),
-    "acc-fcsg-m": _precision("acc-fcsg-m", "Acc-FCSG-M", "FCSG with a variance-reduced momentum."),
-    "soap": _precision("soap", "SOAP", "Average precision with a running estimate for every positive row."),
-    **{name: single_level(name, mean_loss, LR) for name in AVERAGE_LOSS},
+    "fedavg": make_single_level_method("fedavg", make_mean_loss, LR),
+    "coda-plus": _make_curve_method("coda-plus", "CODA+", "The area under the ROC curve, as a saddle point."),
+    "codasca": _make_curve_method("codasca", "CODASCA", "CODA+ with control variates against drift between clients."),
+    "fcsg": _make_precision_method("fcsg", "FCSG", "Average precision: local steps on stratified batches."),
+    "fcsg-m": _make_precision_method("fcsg-m", "FCSG-M", "FCSG with momentum, which is averaged too."),
+    "acc-fcsg-m": _make_precision_method("acc-fcsg-m", "Acc-FCSG-M", "FCSG with a variance-reduced momentum."),
+    "soap": _make_precision_method("soap", "SOAP", "Average precision with a running estimate for every positive row."),
+    **{name: make_single_level_method(name, make_mean_loss, LR) for name in AVERAGE_LOSS},
 }
 
 
@@ -242,8 +242,8 @@ class Auprc(Tabular[PrecisionSetup]):
         title = lambda m: f"test {self.at_recall}" if m.name == "test_precision_at_recall" else m.title
         return tuple(dataclasses.replace(m, title=title(m)) for m in self.metrics)
 
-    def rows_of(self, data: Federated) -> Rows:
-        rows = table_rows(data, positives_last=True)
+    def make_rows(self, data: Federated) -> Rows:
+        rows = make_rows(data, positives_last=True)
         training = (data.part == TRAIN) & (data.label == 1)
         positives = np.bincount(data.client[training], minlength=rows.clients).astype(np.int32)
         return dataclasses.replace(rows, constants=rows.constants | {"positives": positives})
@@ -287,13 +287,16 @@ class Auprc(Tabular[PrecisionSetup]):
 
     def evaluate(self, setup: PrecisionSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
-        scores, _ = self.outcomes(setup, left)
+        scores, _ = self.tabulate_outcomes(setup, left)
         final: dict[str, float] = {}
         rows: list[dict[str, Any]] = []
         for i, part in enumerate(PARTS):
-            rates = self._rates(data.label, scores, data.part == i)
+            rates = self._compute_rates(data.label, scores, data.part == i)
             apart = {
-                by: {name: self._rates(data.label, scores, (data.part == i) & own) for name, own in _owners(data, by)}
+                by: {
+                    name: self._compute_rates(data.label, scores, (data.part == i) & own)
+                    for name, own in _list_owners(data, by)
+                }
                 for by in self.slice_kinds
             }
             by_client = [own["average precision"] for own in apart["client"].values()]
@@ -311,7 +314,7 @@ class Auprc(Tabular[PrecisionSetup]):
             ]
         return final | {"validation_missed_precision": 1 - final["validation_average_precision"]}, pd.DataFrame(rows)
 
-    def _rates(self, label: np.ndarray, scores: np.ndarray, inside: np.ndarray) -> dict[str, float]:
+    def _compute_rates(self, label: np.ndarray, scores: np.ndarray, inside: np.ndarray) -> dict[str, float]:
         """What slices report; NaN where there is nothing to rank."""
         from sklearn.metrics import average_precision_score, precision_recall_curve  # slow to import
 
@@ -324,18 +327,20 @@ class Auprc(Tabular[PrecisionSetup]):
         return {
             "average precision": average,
             self.at_recall: at_recall,
-            "AUROC": area_under_roc(scores, label),
+            "AUROC": compute_area_under_roc(scores, label),
             "share of positives": float(label.mean()) if label.size else np.nan,
         }
 
-    def lines(self, setup: PrecisionSetup, left: Any) -> pd.DataFrame:
+    def compute_lines(self, setup: PrecisionSetup, left: Any) -> pd.DataFrame:
         from sklearn.metrics import precision_recall_curve
 
         data = setup.data
-        scores, _ = self.outcomes(setup, left)
+        scores, _ = self.tabulate_outcomes(setup, left)
         test = data.part == TEST
         number = lambda inside: int(data.label[inside].sum())
-        clients = sorted(((name, test & own) for name, own in _owners(data, "client")), key=lambda one: -number(one[1]))
+        clients = sorted(
+            ((name, test & own) for name, own in _list_owners(data, "client")), key=lambda one: -number(one[1])
+        )
         frames = []
         for name, inside in [(EVERYBODY, test), *clients[: PANELS - 1]]:
             if number(inside):
@@ -345,24 +350,26 @@ class Auprc(Tabular[PrecisionSetup]):
                 frames.append(pd.DataFrame({"slice": name, "x": GRID, "y": precision[at]}))
         return pd.concat(frames, ignore_index=True)
 
-    def notes(self, setup: PrecisionSetup) -> list[str]:
+    def list_notes(self, setup: PrecisionSetup) -> list[str]:
         data, test = setup.data, setup.data.part == TEST
         said = [
             "Average precision is the mean over the positive rows of the precision among the rows that come no later; "
             f"rows in random order would have {data.label[test].mean():.4g}, the share of positives among test rows. "
             "It is exact here; FCSG and its like train a smooth surrogate of it within every client."
         ]
-        without = [name for name, own in _owners(data, "client") if not data.label[own & (data.part == TRAIN)].any()]
+        without = [
+            name for name, own in _list_owners(data, "client") if not data.label[own & (data.part == TRAIN)].any()
+        ]
         if without:
             names = ", ".join(without[:10]) + (f" and {len(without) - 10} more" if len(without) > 10 else "")
             said.append(
                 f"No positive training row (first seed): {names}. There is nothing to rank there: methods for average "
                 "precision train without such a client, the others with its rows. It uses the model all the same."
             )
-        return [*said, *super().notes(setup)]
+        return [*said, *super().list_notes(setup)]
 
 
-def _owners(data: Federated, by: str) -> Iterator[tuple[str, np.ndarray]]:
+def _list_owners(data: Federated, by: str) -> Iterator[tuple[str, np.ndarray]]:
     """Every client or group, and which rows are its."""
     owner, names = (data.client, data.client_names) if by == "client" else (data.group, data.group_names)
     return ((name, owner == i) for i, name in enumerate(names))

@@ -27,7 +27,7 @@ from scipy.special import ndtri
 from nestfed.core.types import PyTree
 from nestfed.data import TRAIN, VALIDATION
 from nestfed.data.partition import TEST
-from nestfed.workbench.scenarios.fair_problems import LimitedGaps, cells
+from nestfed.workbench.scenarios.fair_problems import LimitedGaps, mark_cells
 from nestfed.workbench.scenarios.tabular import PARTS
 
 BINS = 1000  # of a histogram of scores, from 0 to 1
@@ -60,7 +60,7 @@ class Counts(NamedTuple):
 
 def count(decisions: np.ndarray, label: np.ndarray, group: np.ndarray, groups: int, metric: str) -> Counts:
     """Of decisions [models, rows]."""
-    inside = np.asarray(cells(label, group, groups, metric)).astype(float)
+    inside = np.asarray(mark_cells(label, group, groups, metric)).astype(float)
     hits = np.einsum("mr,kar->mka", decisions.astype(float), inside)
     return Counts(hits.round(), inside.sum(-1), (decisions == label).mean(-1))
 
@@ -85,7 +85,7 @@ def bound_gap(hits: np.ndarray, cases: np.ndarray, confidence: float) -> float:
 # ------------------------------------------------------------------------------------------------- thresholds by group
 
 
-def histogram(score: np.ndarray, label: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
+def count_scores(score: np.ndarray, label: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
     """[groups, labels, bins]: how many rows have which score; those of clients add up."""
     counts = np.zeros((groups, 2, BINS))
     place = np.clip((np.nan_to_num(score) * BINS).astype(int), 0, BINS - 1)
@@ -101,7 +101,7 @@ def choose_thresholds(counts: np.ndarray, metric: str, limit: float) -> np.ndarr
     picked = {"eqopp": [above[:, 1]], "eqodds": [above[:, 1], above[:, 0]], "parity": [above.sum(1)]}[metric]
     rates = [hits / np.where(hits[:, :1] > 0, hits[:, :1], np.nan) for hits in picked]
     best, chosen = -1.0, np.zeros(len(counts), int)
-    for lowest in itertools.product(*(_anchors(rate, ANCHORS[len(rates)]) for rate in rates)):
+    for lowest in itertools.product(*(_choose_anchors(rate, ANCHORS[len(rates)]) for rate in rates)):
         # A group without a case has no rate, and none that could be wrong.
         outside = [(rate < low - 1e-12) | (rate > low + limit + 1e-12) for rate, low in zip(rates, lowest, strict=True)]
         allowed = np.where(np.logical_or.reduce(outside), -np.inf, right)
@@ -111,13 +111,13 @@ def choose_thresholds(counts: np.ndarray, metric: str, limit: float) -> np.ndarr
     return chosen
 
 
-def _anchors(rates: np.ndarray, most: int) -> np.ndarray:
+def _choose_anchors(rates: np.ndarray, most: int) -> np.ndarray:
     """Where a window may begin: at a rate that some group can have, or evenly thinned out."""
     known = np.unique(rates[np.isfinite(rates)]) if np.isfinite(rates).any() else np.zeros(1)
     return known if len(known) <= most else known[np.linspace(0, len(known) - 1, most).round().astype(int)]
 
 
-def logit_of_bin(place: np.ndarray) -> np.ndarray:
+def compute_logit(place: np.ndarray) -> np.ndarray:
     """The threshold of a logit from which on scores lie in this bin or above."""
     edge = place / BINS
     with np.errstate(divide="ignore"):
@@ -175,10 +175,10 @@ def choose(
     if by_group:
         train = part == TRAIN
         score = 1 / (1 + np.exp(-np.clip(logits[plain][train], -LARGEST_LOGIT, LARGEST_LOGIT)))
-        counts = histogram(score, label[train], group[train], problem.groups)
+        counts = count_scores(score, label[train], group[train], problem.groups)
         # Rates that are quite equal may only be those of nobody or everybody: windows lie between the limits.
         for aim in map(np.mean, itertools.pairwise(aims[:plain])):
-            thresholds = logit_of_bin(choose_thresholds(counts, problem.metric, float(aim)))
+            thresholds = compute_logit(choose_thresholds(counts, problem.metric, float(aim)))
             candidates.append(Candidate(THRESHOLDS, float(aim), models[plain], thresholds))
             logits.append(logits[plain] - thresholds[group])
     decisions = np.stack(logits) > 0

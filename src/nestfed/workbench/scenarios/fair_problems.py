@@ -23,7 +23,7 @@ from nestfed.core.settings import setting, static, struct
 from nestfed.core.types import AnyArray, Array, PyTree
 from nestfed.models import Perceptron, RowModel
 from nestfed.problems import Bilevel, Constrained, Minimax, SingleLevel
-from nestfed.workbench.scenarios.tabular import losses
+from nestfed.workbench.scenarios.tabular import compute_losses
 
 SHARPNESS = 10.0  # kappa of the soft true positive rate sigma(kappa z)
 PRICE_SPEED = 0.3  # of the prices of `GapWeights` beside the weights, whose step size they share
@@ -32,29 +32,29 @@ PRICE_SPEED = 0.3  # of the prices of `GapWeights` beside the weights, whose ste
 # ------------------------------------------------------------------------------------------------- means of rows
 
 
-def mean_of(values: Array, rows: PyTree) -> Array:
+def average(values: Array, rows: PyTree) -> Array:
     """The mean over a batch; `weight` is 1, or marks the padding of a batch of all rows."""
     return jnp.mean(rows["weight"] * values)
 
 
-def squared_norm(theta: PyTree) -> Array:
+def square_norm(theta: PyTree) -> Array:
     return jnp.asarray(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(theta)))
 
 
-def group_sums(values: Array, rows: PyTree, groups: int) -> Array:
+def sum_by_group(values: Array, rows: PyTree, groups: int) -> Array:
     """Weighted sums of a batch's values by group."""
     member = jax.nn.one_hot(rows["group"], groups, dtype=values.dtype)
     return (rows["weight"] * values) @ member
 
 
-def soft_gap(model: RowModel, theta: PyTree, rows: PyTree, groups: int) -> Array:
+def compute_soft_gap(model: RowModel, theta: PyTree, rows: PyTree, groups: int) -> Array:
     """max_a tau_a - min_a tau_a with tau_a = mean of sigma(kappa z) over the positives of group a.
 
     Groups without a positive in the batch are left out; with fewer than two groups there is no gap.
     """
-    positives = group_sums(rows["label"], rows, groups)
+    positives = sum_by_group(rows["label"], rows, groups)
     soft = jax.nn.sigmoid(SHARPNESS * model(theta, rows["inputs"]))
-    rates = group_sums(rows["label"] * soft, rows, groups) / jnp.where(positives > 0, positives, 1)
+    rates = sum_by_group(rows["label"] * soft, rows, groups) / jnp.where(positives > 0, positives, 1)
     present = positives > 0
     # A group that is left out stands in for no extreme: it takes the place of the first present one.
     rates = jnp.where(present, rates, rates[jnp.argmax(present)])
@@ -64,7 +64,7 @@ def soft_gap(model: RowModel, theta: PyTree, rows: PyTree, groups: int) -> Array
 # ------------------------------------------------------------------------------------------------- problems
 
 
-def weight_of(weights: Array, rows: PyTree, *, by_label: bool) -> Array:
+def weigh_rows(weights: Array, rows: PyTree, *, by_label: bool) -> Array:
     """Every row's weight, where there is one per group or one per group and label."""
     return weights[2 * rows["group"] + rows["label"].astype(jnp.int32) if by_label else rows["group"]]
 
@@ -80,8 +80,10 @@ class WeightedRisk(SingleLevel):
 
     def loss(self, x, batch, key):
         rows = batch["train"]
-        weighted = weight_of(jnp.asarray(self.weights), rows, by_label=self.by_label) * losses(self.model, x, rows)
-        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(x)
+        weighted = weigh_rows(jnp.asarray(self.weights), rows, by_label=self.by_label) * compute_losses(
+            self.model, x, rows
+        )
+        return average(weighted, rows) + self.penalty / 2 * square_norm(x)
 
 
 @struct
@@ -95,8 +97,8 @@ class RegularisedRisk(SingleLevel):
 
     def loss(self, x, batch, key):
         rows = batch["train"]
-        risk = mean_of(losses(self.model, x, rows), rows) + self.penalty / 2 * squared_norm(x)
-        return risk + self.coefficient * soft_gap(self.model, x, rows, self.groups)
+        risk = average(compute_losses(self.model, x, rows), rows) + self.penalty / 2 * square_norm(x)
+        return risk + self.coefficient * compute_soft_gap(self.model, x, rows, self.groups)
 
 
 @struct
@@ -125,12 +127,14 @@ class GroupWeights(Bilevel):
 
     def upper(self, x, y, batch, key):
         rows = batch["validation"]
-        return mean_of(losses(self.model, y, rows), rows) + self.gap * soft_gap(self.model, y, rows, self.groups)
+        return average(compute_losses(self.model, y, rows), rows) + self.gap * compute_soft_gap(
+            self.model, y, rows, self.groups
+        )
 
     def lower(self, x, y, batch, key):
         rows = batch["train"]
-        weighted = weight_of(self.weights(x), rows, by_label=self.by_label) * losses(self.model, y, rows)
-        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(y)
+        weighted = weigh_rows(self.weights(x), rows, by_label=self.by_label) * compute_losses(self.model, y, rows)
+        return average(weighted, rows) + self.penalty / 2 * square_norm(y)
 
     def project_x(self, x):
         if self.form == "softmax":
@@ -167,18 +171,18 @@ class GapWeights(GroupWeights):
 
     def upper(self, x, y, batch, key):
         validation, rows = batch["validation"], batch["known"]
-        loss = mean_of(losses(self.model, y, validation), validation)
+        loss = average(compute_losses(self.model, y, validation), validation)
         logits = self.model(y, rows["inputs"])
-        soft = self.deviations(jax.nn.sigmoid(SHARPNESS * logits), rows)
-        hard = lax.stop_gradient(self.deviations((logits > 0).astype(logits.dtype), rows))
+        soft = self.compute_deviations(jax.nn.sigmoid(SHARPNESS * logits), rows)
+        hard = lax.stop_gradient(self.compute_deviations((logits > 0).astype(logits.dtype), rows))
         # Descent of the whole is ascent of the prices, whose gradient is minus what the decisions say.
         return loss + self.gap * lax.stop_gradient(x["prices"]) @ soft - PRICE_SPEED * x["prices"] @ hard
 
-    def deviations(self, decisions: Array, rows: PyTree) -> Array:
+    def compute_deviations(self, decisions: Array, rows: PyTree) -> Array:
         """tau_a - tau by group; a mean over rows, and over clients."""
         shares = jnp.asarray(self.shares)
         # A half less for everybody changes no difference, and halves the noise of who happens to be in the batch.
-        rates = group_sums(rows["label"] * (decisions - 0.5), rows, self.groups) / (shares * decisions.size)
+        rates = sum_by_group(rows["label"] * (decisions - 0.5), rows, self.groups) / (shares * decisions.size)
         return rates - shares @ rates / shares.sum()
 
 
@@ -192,13 +196,15 @@ class GroupMinimax(Minimax):
 
     def value(self, x, alpha, batch, key):
         rows = batch["train"]
-        weighted = alpha[rows["group"]] * losses(self.model, x, rows)
-        return mean_of(weighted, rows) + self.penalty / 2 * squared_norm(x)
+        weighted = alpha[rows["group"]] * compute_losses(self.model, x, rows)
+        return average(weighted, rows) + self.penalty / 2 * square_norm(x)
 
     def group_risks(self, x, batch, key):
         rows = batch["train"]
-        counts = group_sums(jnp.ones_like(rows["label"]), rows, self.groups)
-        return group_sums(losses(self.model, x, rows), rows, self.groups) / jnp.where(counts > 0, counts, 1), counts
+        counts = sum_by_group(jnp.ones_like(rows["label"]), rows, self.groups)
+        return sum_by_group(compute_losses(self.model, x, rows), rows, self.groups) / jnp.where(
+            counts > 0, counts, 1
+        ), counts
 
     def group_shares(self, batch, key):
         return batch["shares"]
@@ -214,10 +220,10 @@ class DisparityLimit(Constrained):
 
     def objective(self, x, batch, key):
         rows = batch["train"]
-        return mean_of(losses(self.model, x, rows), rows) + self.penalty / 2 * squared_norm(x)
+        return average(compute_losses(self.model, x, rows), rows) + self.penalty / 2 * square_norm(x)
 
     def constraints(self, x, batch, key):
-        return soft_gap(self.model, x, batch["train"], self.groups)[None]
+        return compute_soft_gap(self.model, x, batch["train"], self.groups)[None]
 
 
 # ------------------------------------------------------------------------------------------------- a limit on the gap
@@ -226,7 +232,7 @@ class DisparityLimit(Constrained):
 METRIC_LABELS = {"eqopp": (1,), "eqodds": (1, 0), "parity": (None,)}  # of the rows whose rates are compared; None: all
 
 
-def cells(label: Any, group: Any, groups: int, metric: str) -> Any:
+def mark_cells(label: Any, group: Any, groups: int, metric: str) -> Any:
     """Whose decisions a rate counts: [rows of METRIC_LABELS, groups, rows] of zeros and ones."""
     member = jnp.asarray(group)[None] == jnp.arange(groups)[:, None]
     inside = [jnp.ones_like(label, bool) if wanted is None else label == wanted for wanted in METRIC_LABELS[metric]]
@@ -266,7 +272,7 @@ class LimitedGaps(Minimax):
 
     def value(self, x, alpha, batch, key):
         rows = batch["train"]
-        inside = cells(rows["label"], rows["group"], self.groups, self.metric).astype(rows["label"].dtype)
+        inside = mark_cells(rows["label"], rows["group"], self.groups, self.metric).astype(rows["label"].dtype)
         shares = jnp.asarray(self.shares)[..., None]
         whole = shares.sum(1, keepdims=True)
         logits = jax.vmap(self.model, (0, None))(x, rows["inputs"])
@@ -276,7 +282,7 @@ class LimitedGaps(Minimax):
         costs = (1 - 2 * rows["label"])[None] + prices
         cheaper = (costs < 0).astype(logits.dtype)
         risks = jnp.abs(costs) * optax.sigmoid_binary_cross_entropy(logits, cheaper)
-        primal = mean_of(risks.sum(0), rows) + self.penalty / 2 * squared_norm(x)
+        primal = average(risks.sum(0), rows) + self.penalty / 2 * square_norm(x)
         # A half less for everybody changes no difference, and halves the noise of who happens to be in the batch.
         decisions = rows["weight"][None] * ((logits > 0) - 0.5)
         of_rows = inside / shares - inside.sum(1, keepdims=True) / whole

@@ -47,9 +47,9 @@ from nestfed.workbench.scenarios.tabular import (
     Tabular,
     TabularSetup,
     TabularTask,
-    area_under_roc,
-    part_of,
-    single_level,
+    compute_area_under_roc,
+    make_single_level_method,
+    select_part,
 )
 from nestfed.workbench.task_options import FairnessOptions
 from nestfed.workbench.trained import GroupThresholds, TabularModel
@@ -68,7 +68,7 @@ class FairnessTask(TabularTask):
         return batch | {"train": self._all_rows(data)} if self.full_batch else batch
 
     def _all_rows(self, data: ClientRows) -> PyTree:
-        train = part_of(data, TRAIN)
+        train = select_part(data, TRAIN)
         rows, inside = train.all_rows(data.largest)
         return self.with_weight(rows, jnp.where(inside, data.largest / train.size, 0))
 
@@ -81,7 +81,7 @@ class FairnessTask(TabularTask):
         objective, counts = fed.mean((objective * constants["vote"], own * constants["scale"]))
         recorded = {"outer_loss": objective}
         for number, part in enumerate(PARTS):
-            recorded |= {f"{part}_{name}": value for name, value in rates(counts[number]).items()}
+            recorded |= {f"{part}_{name}": value for name, value in compute_rates(counts[number]).items()}
         return recorded
 
     def _statistics(self, theta: PyTree, batch: PyTree) -> Array:
@@ -126,7 +126,7 @@ class ModelsTask(FairnessTask):
     objective: str | None = static(default=None)
 
 
-def rates(counts: Array) -> dict[str, Array]:
+def compute_rates(counts: Array) -> dict[str, Array]:
     """Loss, accuracy and gaps between groups from the statistics [groups, statistics] of one part.
 
     EqOpp: largest difference of true positive rates between two groups. Equalised odds: the larger one of that and of
@@ -135,7 +135,7 @@ def rates(counts: Array) -> dict[str, Array]:
     """
     rows, positives, correct, true_positives, false_positives, loss = counts.T
     per_row = lambda total: total.sum() / jnp.maximum(rows.sum(), 1)
-    gap = lambda hits, cases: _spread(hits / jnp.maximum(cases, 1), cases > 0)
+    gap = lambda hits, cases: _measure_spread(hits / jnp.maximum(cases, 1), cases > 0)
     equal_opportunity = gap(true_positives, positives)
     predicted = true_positives + false_positives
     return {
@@ -147,7 +147,7 @@ def rates(counts: Array) -> dict[str, Array]:
     }
 
 
-def _spread(values: Array, present: Array) -> Array:
+def _measure_spread(values: Array, present: Array) -> Array:
     highest = jnp.max(jnp.where(present, values, -jnp.inf))
     return jnp.where(present.any(), highest - jnp.min(jnp.where(present, values, jnp.inf)), 0.0)
 
@@ -175,7 +175,7 @@ class FairnessSetup(TabularSetup):
         inputs = np.concatenate([inputs, np.ones((len(inputs), 1))], 1)
         return inputs.T @ inputs
 
-    def shares(self, metric: str, *parts: int) -> np.ndarray:
+    def compute_shares(self, metric: str, *parts: int) -> np.ndarray:
         """[kinds of rows, groups]: what share of all clients' rows of these parts a rate of this metric is about."""
         counts = self.sum_of("cells")[list(parts)].sum(0)  # [groups, label]
         labels = METRIC_LABELS[metric]
@@ -186,24 +186,24 @@ class FairnessSetup(TabularSetup):
 # ------------------------------------------------------------------------------------------------- methods
 
 
-def weighted_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+def make_weighted_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     """The model's own stage: group weights of 1, or those that the stage before found, with its weights of clients."""
     weights, by_label, averaging = jnp.ones(setup.groups), False, None
     if before is not None:
         weights = before.problem.weights(before.problem.tree(0, before.server.x))
         by_label = before.problem.by_label
-        averaging = averaging_of(before.problem)
+        averaging = choose_averaging(before.problem)
     penalty = scenario.options.penalty
     problem = WeightedRisk(weights=weights, by_label=by_label, penalty=penalty, model=setup.model)
     return scenario.pose(setup, problem, setup.theta, averaging=averaging)
 
 
-def averaging_of(problem: GroupWeights) -> str | None:
+def choose_averaging(problem: GroupWeights) -> str | None:
     """The gap of all clients' rows needs every row to count the same; None: as the user says."""
     return "samples" if isinstance(problem, GapWeights) else None
 
 
-def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+def make_regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     chosen = scenario.options
     problem = RegularisedRisk(
         groups=setup.groups, coefficient=chosen.regulariser, penalty=chosen.penalty, model=setup.model
@@ -211,7 +211,7 @@ def regularised_risk(scenario: "Fairness", setup: FairnessSetup, before: Any) ->
     return scenario.pose(setup, problem, setup.theta)
 
 
-def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+def make_group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     chosen = scenario.options
     settings = {
         "groups": setup.groups,
@@ -224,19 +224,19 @@ def group_weights(scenario: "Fairness", setup: FairnessSetup, before: Any) -> Ta
     if scenario.follows_paper:
         problem = GroupWeights(**settings)
     else:
-        problem = GapWeights(shares=setup.shares("eqopp", TRAIN, VALIDATION)[0], **settings)
-    start, averaging = (problem.start(), setup.theta), averaging_of(problem)
+        problem = GapWeights(shares=setup.compute_shares("eqopp", TRAIN, VALIDATION)[0], **settings)
+    start, averaging = (problem.start(), setup.theta), choose_averaging(problem)
     return scenario.pose(setup, problem, start, task_class=GroupWeightsTask, averaging=averaging)
 
 
-def limited_gaps(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+def make_limited_gaps(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     """Models for limits from nothing up to the gap that the plain model has, and one without a limit."""
     chosen, data = scenario.options, setup.data
     train = data.part == TRAIN
     plain = np.asarray(setup.model(before.theta, jnp.asarray(data.inputs[train])))[None] > 0
     (gap,) = count(plain, data.label[train], data.group[train], setup.groups, chosen.metric).gaps
     problem = LimitedGaps(
-        shares=setup.shares(chosen.metric, TRAIN),
+        shares=setup.compute_shares(chosen.metric, TRAIN),
         limits=np.append(gap * np.linspace(0, 1, LIMITS), 1.0).astype(np.float32),
         groups=setup.groups,
         metric=chosen.metric,
@@ -247,7 +247,7 @@ def limited_gaps(scenario: "Fairness", setup: FairnessSetup, before: Any) -> Tab
     return scenario.pose(larger, problem, problem.start(before.theta), task_class=ModelsTask, averaging="samples")
 
 
-def group_minimax(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+def make_group_minimax(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     """Risks of the pooled groups need every row to count the same: clients are weighed by their rows."""
     chosen = scenario.options
     problem = GroupMinimax(groups=setup.groups, penalty=chosen.penalty, model=setup.model)
@@ -255,12 +255,12 @@ def group_minimax(scenario: "Fairness", setup: FairnessSetup, before: Any) -> Ta
     return scenario.pose(setup, problem, start, averaging="samples", full_batch=chosen.full_batch)
 
 
-def disparity_limit(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
+def make_disparity_limit(scenario: "Fairness", setup: FairnessSetup, before: Any) -> TabularTask:
     problem = DisparityLimit(groups=setup.groups, penalty=scenario.options.penalty, model=setup.model)
     return scenario.pose(setup, problem, setup.theta)
 
 
-def _two_stages(name: str, paper: dict[str, Any], gap: dict[str, Any]) -> Method:
+def _make_two_stages(name: str, paper: dict[str, Any], gap: dict[str, Any]) -> Method:
     """Settings for either objective; with the gap `lower_lr` is in units of what the curvature allows."""
 
     def weights(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
@@ -270,11 +270,11 @@ def _two_stages(name: str, paper: dict[str, Any], gap: dict[str, Any]) -> Method
 
     model = lambda scenario, setup: {"lr": 0.1, "local_steps": LOCAL_STEPS}
     doc = f"{ALGORITHMS[name].__name__} learns group weights on balanced validation data; FedAvg then trains with them."
-    stages = (Stage("weights", name, group_weights, weights), Stage("model", "fedavg", weighted_risk, model))
+    stages = (Stage("weights", name, make_group_weights, weights), Stage("model", "fedavg", make_weighted_risk, model))
     return Method(ALGORITHMS[name].__name__, doc, stages)
 
 
-def _limited(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
+def _choose_limited_settings(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
     """Two stages of half the steps each: what a stage returns is the average of its points."""
     half, step = max(1, scenario.options.steps // 2), _round(1 / (setup.curvature + scenario.options.penalty))
     return {"lr": step, "dual_lr": 0.1, "gamma": np.inf, "stage_steps": half, "growth": 1.0, "shrink": 1.0} | {
@@ -286,7 +286,7 @@ def _round(step: float) -> float:
     return float(f"{step:.2g}")
 
 
-def _fcfl(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
+def _choose_fcfl_settings(scenario: "Fairness", setup: FairnessSetup) -> dict[str, Any]:
     return {"lr": 0.1, "tolerance": 0.05, "stage_one_steps": max(1, scenario.options.steps * 2 // 5)}
 
 
@@ -295,40 +295,42 @@ LIMITS = 8  # for which it trains models
 LARGER_BATCH = 4  # times that of other methods: the rate of a small group is seen in few rows
 
 METHODS: dict[str, Method] = {
-    "fedavg": single_level("fedavg", weighted_risk, lr=0.1),
+    "fedavg": make_single_level_method("fedavg", make_weighted_risk, lr=0.1),
     "fedreg": Method(
         "FedReg",
         "FedAvg with a penalty on the gap of true positive rates in a batch.",
-        (Stage("model", "fedavg", regularised_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),),
+        (Stage("model", "fedavg", make_regularised_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),),
     ),
     "fedminmax": Method(
         "FedMinMax",
         "Minimise the loss of the worst group; an exchange every step.",
         (
             # All rows in a step: too slow to try many.
-            Stage("model", "fedminmax", group_minimax, lambda *_: {"lr": 0.1, "weight_lr": 0.1}, "average", tuned={}),
+            Stage(
+                "model", "fedminmax", make_group_minimax, lambda *_: {"lr": 0.1, "weight_lr": 0.1}, "average", tuned={}
+            ),
         ),
     ),
     "fcfl": Method(
         "FCFL",
         "Multi-objective descent under a limit on every client's disparity; an exchange every step.",
-        (Stage("model", "fcfl", disparity_limit, _fcfl),),
+        (Stage("model", "fcfl", make_disparity_limit, _choose_fcfl_settings),),
     ),
-    "fedbio": _two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}, {"lr": 0.1, "lower_lr": 1.0}),
+    "fedbio": _make_two_stages("fedbio", {"lr": 0.1, "lower_lr": 0.1}, {"lr": 0.1, "lower_lr": 1.0}),
     # With the paper's c = 1 the momentum keeps most of the noise of its first batch (see the algorithm's page).
-    "fedbioacc": _two_stages(
+    "fedbioacc": _make_two_stages(
         "fedbioacc",
         {"lr": 1.0, "lower_lr": 10.0, "c_nu": 50.0, "c_omega": 50.0},
         # Weights and prices circle where the momentum lags behind: with c = 50 the gap ends above FedAvg's.
         {"lr": 10.0, "lower_lr": 30.0, "c_nu": 5000.0, "c_omega": 5000.0},
     ),
-    **{name: single_level(name, weighted_risk, lr=0.1) for name in AVERAGE_LOSS},
+    **{name: make_single_level_method(name, make_weighted_risk, lr=0.1) for name in AVERAGE_LOSS},
     LIMITED: Method(
         "Limited",
         "Primal-dual training for several limits on the gap; chooses the most accurate model within the one given.",
         (
-            Stage("model", "fedavg", weighted_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),
-            Stage("models", "coda-plus", limited_gaps, _limited, tuned={}),
+            Stage("model", "fedavg", make_weighted_risk, lambda *_: {"lr": 0.1, "local_steps": LOCAL_STEPS}),
+            Stage("models", "coda-plus", make_limited_gaps, _choose_limited_settings, tuned={}),
         ),
     ),
 }
@@ -372,7 +374,7 @@ class Fairness(Tabular[FairnessSetup]):
         """With the gap in the upper loss the weights circle around a saddle point: their average counts."""
         method = super().method(name)
         weights, *later = method.stages
-        if self.follows_paper or weights.task is not group_weights:
+        if self.follows_paper or weights.task is not make_group_weights:
             return method
         return dataclasses.replace(method, stages=(dataclasses.replace(weights, output="average", tuned={}), *later))
 
@@ -422,8 +424,8 @@ class Fairness(Tabular[FairnessSetup]):
             task.problem, server, task.data.columns, limit, chosen.confidence, by_group=chosen.group_at_prediction
         )
 
-    def candidates(self, setup: FairnessSetup, left: Any) -> pd.DataFrame:
-        return left.table if isinstance(left, Choice) else super().candidates(setup, left)
+    def list_candidates(self, setup: FairnessSetup, left: Any) -> pd.DataFrame:
+        return left.table if isinstance(left, Choice) else super().list_candidates(setup, left)
 
     def make_model(self, setup: FairnessSetup, left: Any) -> TabularModel:
         model = super().make_model(setup, left)
@@ -445,22 +447,22 @@ class Fairness(Tabular[FairnessSetup]):
 
     def evaluate(self, setup: FairnessSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
-        logits, rows = self.outcomes(setup, left)
+        logits, rows = self.tabulate_outcomes(setup, left)
         predicted = logits > 0
         by_group = rows.groupby(["split", "group"])[list(STATISTICS)].sum()
-        final = {"outer_loss": self._outer_loss(setup, rows)}
+        final = {"outer_loss": self._compute_outer_loss(setup, rows)}
         for part in by_group.index.get_level_values("split").unique():
             counts = by_group.loc[part].to_numpy(float)
-            final |= {f"{part}_{name}": float(value) for name, value in rates(counts).items()}
+            final |= {f"{part}_{name}": float(value) for name, value in compute_rates(counts).items()}
             final[f"{part}_worst_group_accuracy"] = float((counts[:, 2] / counts[:, 0]).min())
             inside = data.part == PARTS.index(part)
-            final[f"{part}_auroc"] = area_under_roc(logits[inside], data.label[inside])
+            final[f"{part}_auroc"] = compute_area_under_roc(logits[inside], data.label[inside])
             final[f"{part}_predicted_positive"] = float(predicted[inside].mean())
         if isinstance(left, Choice):
             final |= {"within_limit": float(left.within), "gap_bound": left.bound}
-        return final, self.slices(rows)
+        return final, self.tabulate_slices(rows)
 
-    def warnings(self, final: pd.DataFrame) -> list[str]:
+    def list_warnings(self, final: pd.DataFrame) -> list[str]:
         if "test_predicted_positive" not in final:
             return []
         blind = final.loc[final["test_predicted_positive"] == 0, "method"]
@@ -474,14 +476,12 @@ class Fairness(Tabular[FairnessSetup]):
             for name in dict.fromkeys(map(str, blind))
         ]
 
-    def _outer_loss(self, setup: FairnessSetup, rows: Any) -> float:
+    def _compute_outer_loss(self, setup: FairnessSetup, rows: Any) -> float:
         """The mean over clients of the loss on their validation sets."""
         validation = rows[rows.split == "validation"].groupby("client").loss.mean()
-        return float(
-            setup.client_weights(self.options.averaging) @ validation[list(setup.data.client_names)].to_numpy()
-        )
+        return float(setup.weigh_clients(self.options.averaging) @ validation[list(setup.data.client_names)].to_numpy())
 
-    def entries(self, metric: str, setup: FairnessSetup) -> list[str]:
+    def list_entries(self, metric: str, setup: FairnessSetup) -> list[str]:
         names = setup.data.group_names
         if self.weighs_labels:
             return [f"weight of {name}, label {label}" for name in names for label in (0, 1)]

@@ -24,15 +24,15 @@ from nestfed.data import TEST, TRAIN, Federated
 from nestfed.models import RowModel
 from nestfed.problems import Personalised
 from nestfed.report.metrics import Metric
-from nestfed.verbs.personalise import PersonalTask, spread
+from nestfed.verbs.personalise import PersonalTask, measure_spread
 from nestfed.workbench.scenario import STEP_SIZE, Method, Stage
 from nestfed.workbench.scenarios.tabular import (
     LOCAL_STEPS,
     PARTS,
     Tabular,
     TabularSetup,
-    part_of,
-    table_rows,
+    make_rows,
+    select_part,
 )
 from nestfed.workbench.task_options import PersonalOptions
 from nestfed.workbench.trained import ClientModels
@@ -77,7 +77,7 @@ class PersonalTableTask(PersonalTask):
         return self.problem.sample(self.training_rows(data), key, self.batch_size)
 
     def parts(self, data):
-        plain = lambda i: dataclasses.replace(part_of(data, i), constants=None)
+        plain = lambda i: dataclasses.replace(select_part(data, i), constants=None)
         return {part: plain(i) for i, part in enumerate(PARTS)}
 
 
@@ -88,11 +88,11 @@ class Models(NamedTuple):
     v: Array
 
 
-def from_the_start(scenario: "Personal", setup: TabularSetup, before: Models | None) -> Task:
+def make_task_from_the_start(scenario: "Personal", setup: TabularSetup, before: Models | None) -> Task:
     return scenario.pose_from(setup, setup.theta)
 
 
-def from_the_common_model(scenario: "Personal", setup: TabularSetup, before: Models) -> Task:
+def make_task_from_the_common_model(scenario: "Personal", setup: TabularSetup, before: Models) -> Task:
     """Of a method that leaves the same model with everybody."""
     return scenario.pose_from(setup, jax.tree.map(lambda a: a[0], scenario.thetas(setup, before)))
 
@@ -111,46 +111,48 @@ MODEL, TUNING = "model", "tuning"
 WIDE = (0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0)  # factors of what hardly pulls
 
 
-def _stage(algorithm: str, *, tuned: Mapping[str, tuple[float, ...]] = STEP_SIZE, **settings: Any) -> Stage:
+def _make_stage(algorithm: str, *, tuned: Mapping[str, tuple[float, ...]] = STEP_SIZE, **settings: Any) -> Stage:
     chosen = lambda *_: {"lr": LR, "local_steps": LOCAL_STEPS, **settings}
-    return Stage(MODEL, algorithm, from_the_start, chosen, tuned=tuned)
+    return Stage(MODEL, algorithm, make_task_from_the_start, chosen, tuned=tuned)
 
 
-def _tuning_stage(trains: str) -> Stage:
+def _make_tuning_stage(trains: str) -> Stage:
     """Every client goes on alone from the common model."""
     settings = lambda *_: {"lr": TUNING_LR[trains], "local_steps": LOCAL_STEPS, "trains": trains}
-    return Stage(TUNING, "local-only", from_the_common_model, settings, alone=True)
+    return Stage(TUNING, "local-only", make_task_from_the_common_model, settings, alone=True)
 
 
 METHODS: dict[str, Method] = {
-    "local-only": Method("Local only", "Every client trains alone; nothing is exchanged.", (_stage("local-only"),)),
-    "fedavg": Method("FedAvg", "One model for all.", (_stage("fedavg-whole"),)),
+    "local-only": Method(
+        "Local only", "Every client trains alone; nothing is exchanged.", (_make_stage("local-only"),)
+    ),
+    "fedavg": Method("FedAvg", "One model for all.", (_make_stage("fedavg-whole"),)),
     "fedavg-tuned": Method(
         "FedAvg, fine-tuned",
         "One model for all, with which every client goes on alone.",
-        (_stage("fedavg-whole"), _tuning_stage("all")),
+        (_make_stage("fedavg-whole"), _make_tuning_stage("all")),
     ),
-    "ditto": Method("Ditto", "Own models, drawn towards one that FedAvg trains beside them.", (_stage("ditto"),)),
-    "fedrep": Method("FedRep", "A common extractor and own heads.", (_stage("fedrep", head_steps=LOCAL_STEPS),)),
+    "ditto": Method("Ditto", "Own models, drawn towards one that FedAvg trains beside them.", (_make_stage("ditto"),)),
+    "fedrep": Method("FedRep", "A common extractor and own heads.", (_make_stage("fedrep", head_steps=LOCAL_STEPS),)),
     "fedbabu": Method(
         "FedBABU",
         "A common extractor under a fixed head; then every client trains a head alone.",
-        (_stage("fedbabu"), _tuning_stage("head")),
+        (_make_stage("fedbabu"), _make_tuning_stage("head")),
     ),
     "fedpac": Method(
         "FedPAC",
         "A common extractor with aligned classes; heads are mixed between clients that are alike.",
-        (_stage("fedpac", head_steps=LOCAL_STEPS),),
+        (_make_stage("fedpac", head_steps=LOCAL_STEPS),),
     ),
     "fedreco": Method(
         "FedReCo",
         "Own models, whose representations are drawn towards a common one.",
-        (_stage("fedreco", head_steps=LOCAL_STEPS, tuned=STEP_SIZE | {"coupling": WIDE, "server_lr": WIDE}),),
+        (_make_stage("fedreco", head_steps=LOCAL_STEPS, tuned=STEP_SIZE | {"coupling": WIDE, "server_lr": WIDE}),),
     ),
     "fedreco-pvr": Method(
         "FedReCo-PVR",
         "FedReCo with less variance in the pull, for a pass over all rows per round.",
-        (_stage("fedreco-pvr", head_steps=LOCAL_STEPS),),
+        (_make_stage("fedreco-pvr", head_steps=LOCAL_STEPS),),
     ),
 }
 
@@ -185,7 +187,7 @@ class Personal(Tabular[TabularSetup]):
             setup.rows,
             theta,
             batch_size=setup.batch_size,
-            weights=setup.own_weights(setup.client_weights(self.options.averaging)),
+            weights=setup.own_weights(setup.weigh_clients(self.options.averaging)),
         )
 
     def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
@@ -198,8 +200,8 @@ class Personal(Tabular[TabularSetup]):
         model_of = jax.vmap(lambda client: Personalised.model_of(server, client), axis_size=task.clients)
         return Models(*model_of(clients))
 
-    def rows_of(self, data: Federated) -> Rows:
-        rows = table_rows(data)
+    def make_rows(self, data: Federated) -> Rows:
+        rows = make_rows(data)
         columns = rows.columns["inputs"], rows.columns["label"].astype(np.int32)
         return dataclasses.replace(rows, columns=columns, constants={"sizes": rows.constants["sizes"]})
 
@@ -218,8 +220,8 @@ class Personal(Tabular[TabularSetup]):
 
     def evaluate(self, setup: TabularSetup, left: Models) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
-        _, rows = self.outcomes(setup, left)
-        weights = setup.client_weights(self.options.averaging)
+        _, rows = self.tabulate_outcomes(setup, left)
+        weights = setup.weigh_clients(self.options.averaging)
         final: dict[str, Any] = {}
         for part in PARTS:
             inside: Any = rows[rows["split"] == part]
@@ -230,11 +232,11 @@ class Personal(Tabular[TabularSetup]):
             )
             accuracy = by_client["correct"].to_numpy(float)
             final |= {f"{part}_loss": mean(by_client["loss"].to_numpy(float)), f"{part}_accuracy": mean(accuracy)}
-            spreads = spread(jnp.asarray(accuracy), jnp.asarray(known))
+            spreads = measure_spread(jnp.asarray(accuracy), jnp.asarray(known))
             final |= {f"{part}_accuracy_{what}": float(value) for what, value in spreads.items()}
-        return final, self.slices(rows)
+        return final, self.tabulate_slices(rows)
 
-    def notes(self, setup: TabularSetup) -> list[str]:
+    def list_notes(self, setup: TabularSetup) -> list[str]:
         data = setup.data
         test = data.part == TEST
         counts = np.bincount(data.client[test], minlength=len(data.client_names))
@@ -243,5 +245,5 @@ class Personal(Tabular[TabularSetup]):
             "Every client's model is judged on that client's own rows. Always giving the more frequent label of a "
             f"client's test rows would have an accuracy of {np.maximum(shares, 1 - shares).mean():.4g} in the mean of "
             "clients (first seed).",
-            *super().notes(setup),
+            *super().list_notes(setup),
         ]

@@ -38,9 +38,9 @@ from nestfed.workbench.scenarios.tabular import (
     Tabular,
     TabularSetup,
     TabularTask,
-    masked_area_under_roc,
-    mean_loss,
-    single_level,
+    compute_masked_area_under_roc,
+    make_mean_loss,
+    make_single_level_method,
 )
 from nestfed.workbench.task_options import RobustOptions
 
@@ -79,7 +79,7 @@ class Adversary(abc.ABC):
         """(the robust loss of rows, where training starts); `heaviest` bounds what a row can weigh."""
 
     @abc.abstractmethod
-    def settings_of_fastdro(self, rows: int) -> dict[str, Any]:
+    def choose_fastdro_settings(self, rows: int) -> dict[str, Any]:
         """FastDRO against this adversary, with so many rows in all batches of a step."""
 
     def diagnose(self, losses: Array) -> dict[str, Array]:
@@ -106,7 +106,7 @@ class KLAdversary(Adversary):
         problem = KL(losses=losses, weight_decay=weight_decay, price=self.price, largest_weight=heaviest)
         return problem, theta
 
-    def settings_of_fastdro(self, rows):
+    def choose_fastdro_settings(self, rows):
         return {"geometry": "kl-cvar", "price": self.price, "tail": 1 / rows}  # one row may take all the weight
 
     @property
@@ -128,7 +128,7 @@ class ChiSquareAdversary(Adversary):
     def pose(self, losses, weight_decay, heaviest, theta):
         return ChiSquare(losses=losses, weight_decay=weight_decay, price=self.price), theta
 
-    def settings_of_fastdro(self, rows):
+    def choose_fastdro_settings(self, rows):
         return {"geometry": "chi-square-penalty", "price": self.price}
 
     def diagnose(self, losses):
@@ -156,7 +156,7 @@ class CVaRAdversary(Adversary):
         problem = CVaR(losses=losses, weight_decay=weight_decay, tail=self.tail)
         return problem, problem.start(theta, UNDECIDED)
 
-    def settings_of_fastdro(self, rows):
+    def choose_fastdro_settings(self, rows):
         return {"geometry": "cvar", "tail": self.tail}
 
     @property
@@ -182,11 +182,11 @@ class RobustTask(PooledTask):
 
     def metrics(self, server, client, data, fed):
         theta = self.problem.params_of(server, client)
-        return measures(self.pool(theta, data, fed), self.adversary, self.clients, self.groups)
+        return measure_parts(self.pool(theta, data, fed), self.adversary, self.clients, self.groups)
 
 
 @functools.partial(jax.jit, static_argnames=("clients", "groups"))
-def measures(pool: Pool, adversary: Adversary, clients: int, groups: int) -> dict[str, Array]:
+def measure_parts(pool: Pool, adversary: Adversary, clients: int, groups: int) -> dict[str, Array]:
     """Of every part of the data; NaN for a part without rows."""
     loss = optax.sigmoid_binary_cross_entropy(pool.logit, pool.label.astype(pool.logit.dtype))
     correct = ((pool.logit > 0) == (pool.label == 1)).astype(loss.dtype)
@@ -208,7 +208,7 @@ def measures(pool: Pool, adversary: Adversary, clients: int, groups: int) -> dic
             "worst_decile_loss": worst_case.cvar(loss, DECILE, inside) @ loss,
             "worst_client_loss": worst(loss, pool.client, clients),
             "worst_client_accuracy": -worst(-correct, pool.client, clients),
-            "auroc": masked_area_under_roc(pool.logit, pool.label == 1, inside > 0),
+            "auroc": compute_masked_area_under_roc(pool.logit, pool.label == 1, inside > 0),
         }
         if groups > 1:
             values["worst_group_loss"] = worst(loss, pool.group, groups)
@@ -233,7 +233,7 @@ class RobustSetup(TabularSetup):
         taken = np.minimum(sizes, GRADIENT_ROWS)
         of_client = zip(np.asarray(self.rows.offsets), sizes, taken, strict=True)
         places = [offset + np.arange(number) * size // number for offset, size, number in of_client]
-        lengths = logit_gradient_lengths(self.model, self.theta, self.rows.columns["inputs"][np.concatenate(places)])
+        lengths = measure_logit_gradients(self.model, self.theta, self.rows.columns["inputs"][np.concatenate(places)])
         return np.add.reduceat(np.asarray(lengths), np.cumsum(taken) - taken) / taken
 
     def measures(self):
@@ -241,14 +241,14 @@ class RobustSetup(TabularSetup):
         of_all = lambda: np.array([np.ones_like(self.own_sizes), self.own_sizes]) @ self.gradient_lengths
         return super().measures() | {"gradients": of_all}
 
-    def usual_gradient(self, averaging: str) -> float:
+    def find_usual_gradient(self, averaging: str) -> float:
         """Their mean over clients."""
         by_client, by_rows = self.sum_of("gradients")
         return float(by_client / self.clients if averaging == "uniform" else by_rows / self.train_sizes.sum())
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def logit_gradient_lengths(model: Any, theta: PyTree, inputs: Array) -> Array:
+def measure_logit_gradients(model: Any, theta: PyTree, inputs: Array) -> Array:
     logit = lambda theta, row: model(theta, row[None])[0]
     length = lambda row: jnp.sqrt(2 * half_square(jax.grad(logit)(theta, row)))
     return jax.lax.map(length, inputs, batch_size=GRADIENT_ROWS)
@@ -257,10 +257,10 @@ def logit_gradient_lengths(model: Any, theta: PyTree, inputs: Array) -> Array:
 # ------------------------------------------------------------------------------------------------- methods
 
 
-def robust_loss(scenario: "Robust", setup: RobustSetup, before: Any) -> TabularTask:
+def make_robust_loss(scenario: "Robust", setup: RobustSetup, before: Any) -> TabularTask:
     """The robust loss of the training rows."""
     # Training rows only, of all that a client holds; where clients count alike, rows of small ones weigh more.
-    heaviest = np.max(setup.train_sizes / setup.client_weights(scenario.options.averaging))
+    heaviest = np.max(setup.train_sizes / setup.weigh_clients(scenario.options.averaging))
     problem, start = scenario.adversary.pose(
         RowLosses(setup.model), scenario.options.penalty, float(heaviest), setup.theta
     )
@@ -278,61 +278,66 @@ def robust_loss(scenario: "Robust", setup: RobustSetup, before: Any) -> TabularT
 LR = 0.1
 
 
-def step_size(scenario: "Robust") -> float:
+def choose_step_size(scenario: "Robust") -> float:
     """A strong adversary puts much weight on a single row of a batch: steps must be smaller."""
     return float(f"{LR / max(1.0, scenario.options.strength):.2g}")
 
 
-def clip_of(scenario: "Robust", setup: RobustSetup) -> float:
+def choose_clip(scenario: "Robust", setup: RobustSetup) -> float:
     """A row far out that is drawn in a batch must not move a client further than a usual row that is all wrong."""
-    return float(f"{setup.usual_gradient(scenario.options.averaging):.3g}")
+    return float(f"{setup.find_usual_gradient(scenario.options.averaging):.3g}")
 
 
-def _robust(name: str, title: str, description: str, **settings: Any) -> Method:
+def _make_robust_method(name: str, title: str, description: str, **settings: Any) -> Method:
     def chosen(scenario: "Robust", setup: RobustSetup) -> dict[str, Any]:
-        return {"lr": step_size(scenario), "clip": clip_of(scenario, setup), "local_steps": LOCAL_STEPS, **settings}
+        return {
+            "lr": choose_step_size(scenario),
+            "clip": choose_clip(scenario, setup),
+            "local_steps": LOCAL_STEPS,
+            **settings,
+        }
 
-    return Method(title, description, (Stage("model", name, robust_loss, chosen),))
+    return Method(title, description, (Stage("model", name, make_robust_loss, chosen),))
 
 
-def _average(name: str) -> Method:
+def _make_average_method(name: str) -> Method:
     """A method that minimises the mean loss. It is not tuned: by the robust objective, its best step size is one that
     hardly trains."""
-    method = single_level(name, mean_loss, LR)
+    method = make_single_level_method(name, make_mean_loss, LR)
     return dataclasses.replace(method, stages=tuple(dataclasses.replace(s, tuned={}) for s in method.stages))
 
 
-def _fastdro(scenario: "Robust", setup: RobustSetup) -> dict[str, Any]:
-    own = scenario.adversary.settings_of_fastdro(setup.clients * setup.batch_size)
-    return {"lr": step_size(scenario), **own}
+def _choose_fastdro_settings(scenario: "Robust", setup: RobustSetup) -> dict[str, Any]:
+    own = scenario.adversary.choose_fastdro_settings(setup.clients * setup.batch_size)
+    return {"lr": choose_step_size(scenario), **own}
 
 
 METHODS: dict[str, Method] = {
-    "fedavg": _average("fedavg"),
-    "feddro": _robust(
+    "fedavg": _make_average_method("fedavg"),
+    "feddro": _make_robust_method(
         "feddro", "FedDRO", "One estimate of the inner mean for all clients, exchanged in every step.", beta=0.1
     ),
-    "ds-feddro": _robust(
+    "ds-feddro": _make_robust_method(
         "ds-feddro",
         "DS-FedDRO",
         "Estimates of the inner mean drift within a round; the server corrects them.",
         inner_eval="broadcast",
     ),
-    "mbsgd": _robust(
+    "mbsgd": _make_robust_method(
         "mbsgd", "MBSGD", "Inner values and gradients of the batches at hand, averaged in every step.", local_steps=1
     ),
     "fastdro": Method(
         "FastDRO",
         "The server weighs the rows of all batches by their losses; every step exchanges them.",
-        (Stage("model", "fastdro", mean_loss, _fastdro),),
+        (Stage("model", "fastdro", make_mean_loss, _choose_fastdro_settings),),
     ),
-    "fedavg-co-1": _robust(
+    "fedavg-co-1": _make_robust_method(
         "fedavg-co-1", "FedAvg-CO I (control)", "Negative control: every client composes with its own inner mean."
     ),
-    "fedavg-co-2": _robust(
+    "fedavg-co-2": _make_robust_method(
         "fedavg-co-2", "FedAvg-CO II (control)", "Negative control: the inner mean is shared once a round only."
     ),
-    **{name: _average(name) for name in AVERAGE_LOSS},
+    **{name: _make_average_method(name) for name in AVERAGE_LOSS},
 }
 
 
@@ -385,22 +390,22 @@ class Robust(Tabular[RobustSetup]):
 
     def evaluate(self, setup: RobustSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
-        logits, rows = self.outcomes(setup, left)
+        logits, rows = self.tabulate_outcomes(setup, left)
         pool = Pool(*map(jnp.asarray, (logits, data.label, data.part, data.group, data.client)))
-        final = measures(pool, self.adversary, len(data.client_names), setup.groups)
+        final = measure_parts(pool, self.adversary, len(data.client_names), setup.groups)
         found = self.adversary.diagnose(jnp.asarray(rows.loss[data.part == TRAIN]))
         final |= {f"train_{name}": value for name, value in found.items()}
-        return {name: float(value) for name, value in final.items()}, self.slices(rows)
+        return {name: float(value) for name, value in final.items()}, self.tabulate_slices(rows)
 
-    def notes(self, setup: RobustSetup) -> list[str]:
+    def list_notes(self, setup: RobustSetup) -> list[str]:
         return [
             "The robust objective is the largest mean loss that an adversary reaches by moving weight between all "
             f"clients' rows, {self.adversary.meaning}. The stronger ({self.options.strength:g} here), the more "
             "cautious; near 0 it is the mean.",
-            *super().notes(setup),
+            *super().list_notes(setup),
         ]
 
-    def warnings(self, final: pd.DataFrame) -> list[str]:
+    def list_warnings(self, final: pd.DataFrame) -> list[str]:
         said = []
         for column, text in DIAGNOSTICS.items():
             if column in final:

@@ -23,12 +23,12 @@ from nestfed.core.rows import ClientRows, Rows
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.data import TRAIN, VALIDATION, Federated, Table, load, overview, read_table, summary
+from nestfed.data import TRAIN, VALIDATION, Federated, Table, describe_columns, describe_groups, load, read_table
 from nestfed.data.federated import Dealt, deal_table
 from nestfed.data.files import read_by_schema
 from nestfed.data.schema import Schema
-from nestfed.data.table import apply_schema, check_column, listing
-from nestfed.models import RowModel, model_named
+from nestfed.data.table import apply_schema, check_column, list_values
+from nestfed.models import RowModel, find_model
 from nestfed.problems.base import Problem
 from nestfed.problems.robust import MeanLoss
 from nestfed.workbench.scenario import Method, Scenario, Stage
@@ -48,7 +48,7 @@ STATISTICS = ("rows", "positives", "correct", "true_positives", "false_positives
 # ------------------------------------------------------------------------------------------------- the task
 
 
-def losses(model: RowModel, theta: PyTree, rows: PyTree) -> Array:
+def compute_losses(model: RowModel, theta: PyTree, rows: PyTree) -> Array:
     """The logistic loss of every row."""
     return optax.sigmoid_binary_cross_entropy(model(theta, rows["inputs"]), rows["label"])
 
@@ -60,7 +60,7 @@ class RowLosses:
     model: RowModel
 
     def __call__(self, theta: PyTree, batch: PyTree, key: Array) -> Array:
-        return losses(self.model, theta, batch["train"])
+        return compute_losses(self.model, theta, batch["train"])
 
 
 @struct
@@ -77,7 +77,7 @@ class TabularTask(Task):
 
     def sample(self, data, key):
         drawn = lambda part: self.with_weight(
-            part_of(data, part).draw_rows(fold(key, part), self.batch_size), jnp.ones(self.batch_size)
+            select_part(data, part).draw_rows(fold(key, part), self.batch_size), jnp.ones(self.batch_size)
         )
         return {"train": drawn(TRAIN), "validation": drawn(VALIDATION), "shares": data.constants["shares"]}
 
@@ -85,7 +85,7 @@ class TabularTask(Task):
         return rows | {"weight": weight.astype(rows["label"].dtype)}
 
 
-def part_of(data: ClientRows, part: int) -> ClientRows:
+def select_part(data: ClientRows, part: int) -> ClientRows:
     """The view of one part of a client's rows: training rows lie first, then validation, then test."""
     sizes = data.constants["sizes"]
     return dataclasses.replace(data, offset=data.offset + sizes[:part].sum(dtype=sizes.dtype), size=sizes[part])
@@ -214,12 +214,12 @@ class TabularSetup:
         """Those of the clients here. A site's task has only itself; what it counts among others is not its business."""
         return weights if self.seat is None or self.seat.number is None else np.ones(1)
 
-    def client_weights(self, averaging: str) -> np.ndarray:
+    def weigh_clients(self, averaging: str) -> np.ndarray:
         sizes = self.train_sizes
         return np.full(sizes.size, 1 / sizes.size) if averaging == "uniform" else sizes / sizes.sum()
 
 
-def table_rows(data: Federated, *, positives_last: bool = False) -> Rows:
+def make_rows(data: Federated, *, positives_last: bool = False) -> Rows:
     """The pool: client after client, each with its training, validation and test rows in this order; within each of
     these parts the positive rows may lie last."""
     clients, groups = len(data.client_names), len(data.group_names)
@@ -246,13 +246,13 @@ LOCAL_STEPS = 5
 AVERAGE_LOSS = ("fedprox", "scaffold", "fedadagrad", "fedadam", "fedyogi")  # beside FedAvg, everybody's baseline
 
 
-def mean_loss(scenario: "Tabular", setup: TabularSetup, before: Any) -> TabularTask:
+def make_mean_loss(scenario: "Tabular", setup: TabularSetup, before: Any) -> TabularTask:
     """The mean logistic loss of the training rows."""
     problem = MeanLoss(losses=RowLosses(setup.model), weight_decay=scenario.options.penalty)
     return scenario.pose(setup, problem, setup.theta)
 
 
-def single_level(name: str, task: Callable[[Any, Any, Any], TabularTask], lr: float) -> Method:
+def make_single_level_method(name: str, task: Callable[[Any, Any, Any], TabularTask], lr: float) -> Method:
     """Any algorithm for averages of losses, as a method of one stage."""
     settings = lambda scenario, setup: {"lr": lr, "local_steps": LOCAL_STEPS}
     doc = (ALGORITHMS[name].__doc__ or "").splitlines()[0]
@@ -274,7 +274,7 @@ class StageEnd(NamedTuple):
 # ------------------------------------------------------------------------------------------------- how it is judged
 
 
-def area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
+def compute_area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
     """The probability that a positive row scores higher than a negative one, ties counting half; NaN without both, or
     where a score is NaN."""
     positives = int(label.sum())
@@ -284,8 +284,8 @@ def area_under_roc(scores: np.ndarray, label: np.ndarray) -> float:
     return float((pd.Series(scores).rank()[label == 1].sum() - positives * (positives + 1) / 2) / pairs)
 
 
-def masked_area_under_roc(scores: Array, positive: Array, inside: Array) -> Array:
-    """As `area_under_roc`, of the rows inside and within a program."""
+def compute_masked_area_under_roc(scores: Array, positive: Array, inside: Array) -> Array:
+    """As `compute_area_under_roc`, of the rows inside and within a program."""
     negatives = jnp.sort(jnp.where(inside & ~positive, scores, jnp.inf))
     beaten = [jnp.searchsorted(negatives, scores, side=side) for side in ("left", "right")]
     wins = (beaten[0] + beaten[1]).astype(scores.dtype) / 2  # a tie counts half
@@ -350,7 +350,7 @@ class Tabular(Scenario[Setup]):
                 raise UserError(f"{name}={given!r} was given, but the schema says {agreed!r}; leave {name} out.")
         if chosen.drop:
             raise UserError(
-                f"drop={listing(chosen.drop)} was given together with a schema, which says what is left out."
+                f"drop={list_values(chosen.drop)} was given together with a schema, which says what is left out."
             )
         if schema.group is None and self.needs_group:
             raise UserError(f"the task {self.name} is about groups, but {chosen.schema} names none; give it a group=.")
@@ -409,9 +409,9 @@ class Tabular(Scenario[Setup]):
 
     def make_setup(self, data: Federated, seed: int, seat: Seat | None = None) -> Setup:
         """Of encoded rows; with a seat they are those of one site."""
-        model = model_named(self.options.model)
+        model = find_model(self.options.model)
         start = model.init(jax.random.key(seed), data.inputs.shape[1])
-        schema, rows = self.table.schema, self.rows_of(data)
+        schema, rows = self.table.schema, self.make_rows(data)
         agreed = None if schema is None else self.options.batch_size or schema.batch_size
         if seat is not None:
             largest = rows.largest if seat.sums is None else int(seat.sums["sizes"].sum(1).max())
@@ -431,8 +431,8 @@ class Tabular(Scenario[Setup]):
         **fields: Any,
     ) -> TabularTask:
         """The task of solving this problem on a seed's rows from this start."""
-        usual = setup.client_weights(self.options.averaging)
-        weights = usual if averaging is None else setup.client_weights(averaging)
+        usual = setup.weigh_clients(self.options.averaging)
+        weights = usual if averaging is None else setup.weigh_clients(averaging)
         # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
         # mean with the usual weights.
         constants = setup.rows.constants | {
@@ -449,29 +449,32 @@ class Tabular(Scenario[Setup]):
             **fields,
         )
 
-    def output_of(self, stage: Stage) -> str:
+    def choose_output(self, stage: Stage) -> str:
         averaged = self.any_output and self.options.model in AVERAGED and stage.output == "last"
         return "average" if averaged else stage.output
 
-    def rows_of(self, data: Federated) -> Rows:
-        return table_rows(data)
+    def make_rows(self, data: Federated) -> Rows:
+        return make_rows(data)
 
-    def batch_work(self, setup: Setup) -> tuple[int, int]:
+    def count_batch_work(self, setup: Setup) -> tuple[int, int]:
         return setup.batch_size, sum(leaf.size for leaf in jax.tree.leaves(setup.theta))
 
-    def summary(self) -> list[tuple[str, pd.DataFrame]]:
+    def summarise(self) -> list[tuple[str, pd.DataFrame]]:
         table = self.table
         rule = f"= {table.positive}" if table.threshold is None else f"> {table.threshold:g}"
         what = "Groups" if table.groups else "Rows"
-        return [("Columns", summary(table)), (f"{what}; positive means {table.label} {rule}", overview(table))]
+        return [
+            ("Columns", describe_columns(table)),
+            (f"{what}; positive means {table.label} {rule}", describe_groups(table)),
+        ]
 
-    def notes(self, setup: Setup) -> list[str]:
+    def list_notes(self, setup: Setup) -> list[str]:
         return list(self.table.notes)
 
-    def holdings(self, setup: Setup) -> pd.DataFrame:
-        return setup.data.holdings()
+    def count_holdings(self, setup: Setup) -> pd.DataFrame:
+        return setup.data.count_holdings()
 
-    def entries(self, metric: str, setup: Setup) -> list[str]:
+    def list_entries(self, metric: str, setup: Setup) -> list[str]:
         return []  # no metric is a vector
 
     def leave(self, task: Task, server: Any, clients: Any) -> Any:
@@ -485,7 +488,7 @@ class Tabular(Scenario[Setup]):
         theta = self.make_model(setup, left).theta
         return np.asarray(setup.model(theta, jnp.asarray(setup.data.inputs)), np.float64)
 
-    def outcomes(self, setup: Setup, left: Any) -> tuple[np.ndarray, Any]:
+    def tabulate_outcomes(self, setup: Setup, left: Any) -> tuple[np.ndarray, Any]:
         """(logits, a table of what became of every row: its part, group and client, and STATISTICS)."""
         data, logits = setup.data, self.logits(setup, left)
         predicted = logits > 0
@@ -508,11 +511,11 @@ class Tabular(Scenario[Setup]):
         """Whose rows are judged one by one."""
         return ("group", "client") if self.needs_group or self.options.group is not None else ("client",)
 
-    def slices(self, outcomes: Any) -> pd.DataFrame:
+    def tabulate_slices(self, outcomes: Any) -> pd.DataFrame:
         """Rates of every group and client in every part: kind, slice, split, metric, value."""
-        return pd.concat([self._rates_by(outcomes, kind) for kind in self.slice_kinds], ignore_index=True)
+        return pd.concat([self._tabulate_rates(outcomes, kind) for kind in self.slice_kinds], ignore_index=True)
 
-    def _rates_by(self, outcomes: Any, by: str) -> pd.DataFrame:
+    def _tabulate_rates(self, outcomes: Any, by: str) -> pd.DataFrame:
         sums = outcomes.groupby(["split", by])[list(STATISTICS)].sum().astype(float)
         share = lambda hits, cases: (hits / cases).where(cases > 0)
         values: Any = pd.DataFrame(
