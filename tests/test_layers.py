@@ -34,6 +34,37 @@ PER_EXPERIMENT = {"data", "task", "plan", "page"}  # files that every experiment
 # Names that stand for one thing in several places: a named task, its experiment in a paper, and what both are about.
 ALIKE = {"fairness", "auprc", "personal", "maml", "privacy"}
 
+# Functions are named by what they do: these words begin their names (after an underscore), or one of a question.
+VERBS = set(
+    """
+    adapt add advance agree align answer append apply ask assign attempt average begin bound call capitalise change
+    check choose claim clip collect combine compare compose compute connect convert convolve correct count crop cut
+    deal decide decode deploy derive descend describe divide download draw drop dump embed end escape estimate
+    evaluate exchange explain federate fetch fill find finish fit flatten fold follow format gather get group gunzip
+    halve hang hash hide hold identify init inspect join judge keep label lead list listen load locate lower make
+    map mark maximise measure merge minimise move multiply name need normalise obtain open outline pair parse pass
+    pick predict prefer prepare print prove pull read receive recommend refuse relay remove render repeat replace
+    replay reply report reproduce respond restrict round run save say scale seed select send serve set settle shape
+    share shorten show shuffle simulate solve split spoil spread square stack standardise start step strip subtract
+    suggest sum summarise sweep tabulate take tell thin train tune turn unzip update use validate wait watch weigh
+    widen write
+    """.split()
+)
+VERBS |= {"blow_up", "fine_tune"}  # a first word that is no verb by itself
+QUESTIONS = {"are", "can", "depends", "does", "has", "is", "needs"}
+# What keeps a noun, as in the field: values that are handed on by name rather than called for their effect.
+NOUNS = {
+    "functions of mathematics": "chi_square chi_square_ball cvar effective_sample_size half_square kl kl_cvar "
+    "negative_share",
+    "layers of networks": "average_pool batch_norm conv2d dense group_norm layer_norm max_pool",
+    "metrics that a run is given": "bilevel compositional consensus curvature gradients hypergradients "
+    "lipschitz_quotient momentum_errors objective single_level worst_case",
+    "problems with known answers": "counterexample quadratics scalar_bilevel",
+    "what a field, a class or a method is declared to be": "at option oracle setting static struct",
+    "what a claim says of a difference": "above below exactly within",
+    "commands and the program itself": "cost demo main",
+}
+
 
 def package_of(module: str) -> str:
     return module.split(".")[1]
@@ -86,3 +117,21 @@ def test_no_two_modules_or_packages_share_a_name():
         if not (name in PER_EXPERIMENT and package[1:2] == ["experiments"] and len(package) == 3):
             places[name].append(module)
     assert {name for name, modules in places.items() if len(modules) > 1} == ALIKE
+
+
+def functions_of(module: str) -> set[str]:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def is_verb(name: str) -> bool:
+    words = name.strip("_").split("_")
+    return words[0] in VERBS | QUESTIONS or "_".join(words[:2]) in VERBS
+
+
+def test_functions_are_verbs():
+    functions = [(module, name) for module in MODULES for name in functions_of(module)]
+    nouns = set(" ".join(NOUNS.values()).split())
+    offenders = [f"{module}.{name}" for module, name in functions if not is_verb(name) and name.strip("_") not in nouns]
+    assert offenders == [], "begin these names with a verb, one of VERBS if it says the same"
+    assert nouns <= {name for _, name in functions}, "the table has nouns that are gone"
