@@ -320,26 +320,30 @@ def test_metrics_are_exchanges_too(name):
         assert_allclose(value, history[metric][-1], rtol=1e-11)
 
 
-def test_node_gathers_values_of_rows_for_metrics_only_where_that_is_allowed():
+def test_metrics_gather_clients_values_only_where_that_is_allowed():
     @struct
     class Looks(Task):
         def metrics(self, server, client, data, fed):
             return {"largest": jnp.max(fed.gather(jnp.max(data.columns[1])))}
 
-    algorithm = FedAvg(lr=0.1)
-    plain = regression()
+    algorithm, plain = FedAvg(lr=0.1), regression()
     task = Looks.create(plain.problem, plain.data, plain.problem.tree(0, plain.params[0]), batch_size=4)
+    found = {}
     for allowed in (True, False):
-        nodes = {k: node_of(algorithm, task, k, gathers_rows=allowed) for k in range(3)}
-        server = Server(algorithm, task, 0)
+        nodes = {k: node_of(algorithm, task, k, gathers=allowed) for k in range(3)}
+        server = Server(algorithm, task, 0, gathers=allowed)
         position = run(server, nodes, 0)
         send = lambda tickets, nodes=nodes: ((k, nodes[k].inspect(ticket)) for k, ticket in tickets.items())
-        if allowed:
-            found = server.evaluate(0, position, {k: 1 / 3 for k in nodes}, send)
-            assert_allclose(found["largest"], np.max(plain.data.columns[1]))
-        else:
-            with pytest.raises(ProtocolError, match="does not allow that"):
-                server.evaluate(0, position, {k: 1 / 3 for k in nodes}, send)
+        found[allowed] = server.evaluate(0, position, {k: 1 / 3 for k in nodes}, send)
+    assert_allclose(found[True]["largest"], np.max(plain.data.columns[1]))
+    history = simulate(algorithm, plain, rounds=1).history
+    assert_allclose(found[False]["loss"], history["loss"][0])  # the problem's own
+    # Whoever is asked for more than it was told to give refuses.
+    greedy, strict = Server(algorithm, task, 0), {k: node_of(algorithm, task, k, gathers=False) for k in range(3)}
+    position = run(greedy, strict, 0)
+    send = lambda tickets: ((k, strict[k].inspect(ticket)) for k, ticket in tickets.items())
+    with pytest.raises(LostClients, match="were asked for"):
+        greedy.evaluate(0, position, {k: 1 / 3 for k in strict}, send)
 
 
 class Whole:

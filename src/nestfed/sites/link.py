@@ -202,6 +202,13 @@ class JobLink:
         for site in sorted(waiting):
             yield site, LostSite(f"no answer within {timeout:g} s")
 
+    def drop_job(self) -> None:
+        """The loop of the present job ends, and the letters that come are for the next one."""
+        with self._changed:
+            job = self._job
+        if job is not None:
+            self._drop(job)
+
     def close(self) -> None:
         """The job's loop ends."""
         _hang_up(self._listener)

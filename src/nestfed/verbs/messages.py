@@ -286,6 +286,17 @@ def _find_shapes(algorithm: Algorithm, task: Task, key: Array) -> Any:
     return jax.eval_shape(lambda: step_alone(algorithm, task, FIRST_STEP, start, None)[0])
 
 
+def read_leaves(like: Any, leaves: Sequence[np.ndarray]) -> Any:
+    """The tree of these shapes with these arrays, which must fit."""
+    expected = [(a.shape, a.dtype) for a in jax.tree.leaves(like)]
+    if [(a.shape, a.dtype) for a in leaves] != expected:
+        raise ProtocolError(
+            f"arrays of {[(a.shape, a.dtype.name) for a in leaves]} came where {[(s, d.name) for s, d in expected]} "
+            "were expected: the parties have other settings."
+        )
+    return jax.tree.unflatten(jax.tree.structure(like), list(leaves))
+
+
 def _hide(tree: Any) -> Any:
     """NaN in place of every number: for what this party must not know, or need."""
     nothing = lambda a: jnp.full(a.shape, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 0, a.dtype)
@@ -329,8 +340,8 @@ class Node:
     `noise_seed` draws the noise as `simulate` does with it, for tests.
 
     With `mask` it sends its weighted part of every mean, masked, and refuses what the server cannot answer from sums.
-    `noting` keeps what steps note, for `take_notes`. `gathers_rows` says whether metrics may gather values of single
-    rows.
+    `noting` keeps what steps note, for `take_notes`. Where metrics gather clients' values, which may be those of single
+    rows, `gathers=False` takes the problem's own metrics in their place; the server must be told the same.
     """
 
     def __init__(
@@ -345,7 +356,7 @@ class Node:
         noise_seed: int | None = None,
         mask: Mask | None = None,
         noting: bool = False,
-        gathers_rows: bool = True,
+        gathers: bool = True,
     ):
         if task.clients != 1:
             raise UserError(f"a node holds one client's rows; the task has {task.clients} clients.")
@@ -417,6 +428,14 @@ class Node:
         if answer is None:
             answer = _move_to_host(jax.tree.leaves(_hide(self._outline(since.round).questions[-1].answers)))
         self._go_on(dataclasses.replace(work, answers=[*work.answers, answer]))
+
+    def server_shapes(self) -> Any:
+        """Of what a server has, as `Position.server`."""
+        return self.algorithm.part(self._first, "shared", "server")
+
+    def read_broadcast(self, leaves: Leaves) -> Any:
+        """The Shared fields from their arrays, as `Ticket.server` has them."""
+        return read_leaves(self.algorithm.part(self._first, "shared"), leaves)
 
     def client(self, since: Standing | None = None) -> Any:
         """The Local fields as they were at the end of this round, or of the last one."""
@@ -579,21 +598,54 @@ class Node:
         return self.algorithm.State(*(_hide(b) if a is None else a for a, b in zip(server, own, strict=True)))
 
 
-@jax.jit
-def _inspect(algorithm: Algorithm, task: Task, server, client, key: Array, round, answers):
-    """Run the metrics of the task's only client as far as the known answers allow: {"ask": leaves}, with "gather"
-    where they ask for values of single clients, or {"done": metrics}."""
+@functools.partial(jax.jit, static_argnames=("gathers",))
+def _inspect(task: Task, server, client, key: Array, round, answers, gathers: bool):
+    """Run the metrics of the task's only client as far as the known answers allow: {"ask": leaves}, {"refused"} where
+    that asks for clients' values and may not, or {"done": metrics}."""
     try:
-        return {"done": _run_metrics(task, server, client, key, round, jnp.asarray(task.data.ids)[0], answers)}
+        return {"done": _run_metrics(task, server, client, key, round, jnp.asarray(task.data.ids)[0], answers, gathers)}
     except Ask as ask:
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]
-        return {"ask": leaves} | ({} if ask.reply is None else {"gather": ()})
+        if ask.reply is not None and not gathers:
+            return {"refused": ()}
+        return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
 
 
-def _run_metrics(task: Task, server: Any, client: Any, key: Array, round: Any, id: Any, answers: Any) -> Any:
+def _run_metrics(
+    task: Task, server: Any, client: Any, key: Array, round: Any, id: Any, answers: Any, gathers: bool
+) -> Any:
+    """The metrics of one client; those of its problem where the task's own would gather and may not."""
+    if gathers:
+        return _call_metrics(task.metrics, task, server, client, key, round, id, answers)
+    refusing = lambda tree, reply, key: _refuse_gather()
+    try:
+        return _call_metrics(task.metrics, task, server, client, key, round, id, answers, refusing)
+    except _Gathers:
+        return _call_metrics(task.problem.metrics, task, server, client, key, round, id, answers)
+
+
+class _Gathers(Exception):
+    """Metrics that gather, where they may not."""
+
+
+def _refuse_gather() -> Any:
+    raise _Gathers
+
+
+def _call_metrics(
+    metrics: Callable[..., Any],
+    task: Task,
+    server: Any,
+    client: Any,
+    key: Array,
+    round: Any,
+    id: Any,
+    answers: Any,
+    gather: Any = None,
+) -> Any:
     common_key = fold(key, METRICS)
+    exchange = replay(answers) if gather is None else replay(answers)._replace(gather=gather)
     fed = Fed(
-        **make_words(replay(answers), common_key),
+        **make_words(exchange, common_key),
         sync=True,
         t=round,
         step=jnp.zeros_like(round),
@@ -602,7 +654,7 @@ def _run_metrics(task: Task, server: Any, client: Any, key: Array, round: Any, i
         shared_key=common_key,
         share=jnp.ones(()),
     )
-    return jax.tree.map(jnp.asarray, dict(task.metrics(server, client, task.data.client(0), fed)))
+    return jax.tree.map(jnp.asarray, dict(metrics(server, client, task.data.client(0), fed)))
 
 
 class _NoiseBook:
@@ -717,6 +769,7 @@ class Server:
         noise_seed: int | None = None,
         sums: Sums | None = None,
         noting: bool = False,
+        gathers: bool = True,
     ):
         self.algorithm, self.task, self.key = algorithm, remove_rows(task), make_key(seed)
         self.uploads, self.noise_seed, self.sums = list_transforms(uploads), noise_seed, sums
@@ -787,7 +840,8 @@ class Server:
                 common = self._take_mean(question, send, tickets, members, call)
             answers.append(common)
             tickets = {i: Ticket(round, attempt, len(answers), common) for i in members}
-        values = _finish_metrics(self.task, position.server, self._hidden, self.key, jnp.asarray(round), answers)
+        arguments = self.task, position.server, self._hidden, self.key, jnp.asarray(round), answers
+        values = _finish_metrics(*arguments, gathers=self.gathers)
         return {name: np.asarray(value) for name, value in values.items()}
 
     def _outline(self, round: int, clients: int) -> Outline:
@@ -909,7 +963,7 @@ class Server:
     ) -> Leaves:
         values, ids, weights = self._lay(question, arrived, members)
         common, replies = _answer_metrics(
-            self.task, call.server, self._hidden, self.key, call.round, known, values, ids, weights
+            self.task, call.server, self._hidden, self.key, call.round, known, values, ids, weights, self.gathers
         )
         if replies is not None:
             raise UserError("a metric gathers values and has an answer for each client, which no server can send.")
@@ -931,7 +985,8 @@ class Server:
 
         def run(answers):
             try:
-                return _run_metrics(self.task, call.server, self._hidden, self.key, call.round, 0, answers)
+                arguments = self.task, call.server, self._hidden, self.key, call.round, 0, answers
+                return _run_metrics(*arguments, self.gathers)
             except Ask as ask:
                 shape = jax.eval_shape(functools.partial(_shape_answer, ask, call, FIRST_STEP, clients))
                 leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]
@@ -1019,10 +1074,10 @@ def _answer_gather(algorithm, task, step: Step, index, state, call, known, value
     raise AssertionError("a step was asked for a question that it does not have")
 
 
-@jax.jit
-def _answer_metrics(task, server, client, key, round, known, values, ids, weights):
+@functools.partial(jax.jit, static_argnames=("gathers",))
+def _answer_metrics(task, server, client, key, round, known, values, ids, weights, gathers: bool):
     try:
-        _run_metrics(task, server, client, key, round, 0, known)
+        _run_metrics(task, server, client, key, round, 0, known, gathers)
     except Ask as ask:
         return _answer_ask(ask, values, ids, weights, fold(key, METRICS))
     raise AssertionError("metrics were asked for a question that they do not have")
@@ -1044,9 +1099,9 @@ def _answer_ask(ask: Ask, values, ids, weights, key):
     return jax.tree.leaves(unknown), jax.tree.leaves(replies)
 
 
-@jax.jit
-def _finish_metrics(task, server, client, key, round, answers):
-    return _run_metrics(task, server, client, key, round, 0, answers)
+@functools.partial(jax.jit, static_argnames=("gathers",))
+def _finish_metrics(task, server, client, key, round, answers, gathers: bool):
+    return _run_metrics(task, server, client, key, round, 0, answers, gathers)
 
 
 @functools.partial(jax.jit, static_argnames=("steps",))
