@@ -341,8 +341,8 @@ def _choose_positive(values: Column, label: str, name: str, alone: bool) -> Any:
     distinct = values.dropna().unique()
     if len(distinct) == 1 and not alone:
         raise UserError(
-            f"{name}: the label {label!r} is {list_values(distinct)} in every row here, so which value counts as 1 cannot "
-            "be told; name it with positive=."
+            f"{name}: the label {label!r} is {list_values(distinct)} in every row here, so which value counts as 1 "
+            "cannot be told; name it with positive=."
         )
     if len(distinct) < 2:
         raise UserError(

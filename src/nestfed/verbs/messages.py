@@ -362,7 +362,7 @@ class Node:
             raise UserError(f"a node holds one client's rows; the task has {task.clients} clients.")
         check_match(algorithm, task)
         self.algorithm, self.task, self.key = algorithm, task, make_key(seed)
-        self.uploads, self.mask, self.noting, self.gathers_rows = list_transforms(uploads), mask, noting, gathers_rows
+        self.uploads, self.mask, self.noting, self.gathers = list_transforms(uploads), mask, noting, gathers
         self.store: Store = Memory() if store is None else store
         self._kept = self.store.load()
         self._noise = self._test_noise = None
@@ -471,11 +471,9 @@ class Node:
             self._inspection = call, [*answers, ticket.answer]
         call, answers = self._inspection
         server, client = self._complete(call.server), self.client(call.since if self._keeps_state else None)
-        out = _inspect(self.algorithm, self.task, server, client, self.key, jnp.asarray(call.round), answers)
-        if "ask" in out and "gather" in out and not self.gathers_rows:
-            raise ProtocolError(
-                "the metrics of this task gather values of single rows, and this site does not allow that."
-            )
+        out = _inspect(self.task, server, client, self.key, jnp.asarray(call.round), answers, gathers=self.gathers)
+        if "refused" in out:
+            raise ProtocolError("the metrics of this problem gather clients' values, which this node does not allow.")
         return _move_to_host(out["ask"]) if "ask" in out else None
 
     @staticmethod
@@ -773,7 +771,7 @@ class Server:
     ):
         self.algorithm, self.task, self.key = algorithm, remove_rows(task), make_key(seed)
         self.uploads, self.noise_seed, self.sums = list_transforms(uploads), noise_seed, sums
-        self.noting = noting
+        self.noting, self.gathers = noting, gathers
         self._first = _find_shapes(algorithm, self.task, self.key)
         self._hidden = _hide(algorithm.part(self._first, "local"))
         self._outlines: dict[tuple[bool, int], Outline] = {}
