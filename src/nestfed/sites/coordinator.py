@@ -24,6 +24,7 @@ from nestfed.engine.cohorts import find_chances
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.sites.link import Link, LostSite
+from nestfed.sites.masks import FEWEST, MaskedSums
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
 from nestfed.sites.worker import Leg, describe_party, keep_file, write_ticket
 from nestfed.uploads.privacy import EPSILON, Spending, list_transforms
@@ -39,7 +40,6 @@ from nestfed.verbs.messages import (
     Send,
     Server,
     Standing,
-    Sums,
     Ticket,
     choose_members,
     read_leaves,
@@ -187,6 +187,7 @@ class Run:
             "number": k,
             "sites": self.sites,
             "seed": self.seed,
+            "masked": self.masked,
         }
 
 
@@ -258,11 +259,11 @@ class Coordinator:
         file: Path,
         sums: Sequence[np.ndarray] = (),
         earlier: Sequence[np.ndarray] = (),
-        masks: Sums | None = None,
     ):
         self.roll, self.run, self.leg, self.options, self.file = roll, run, leg, options, file
         self.algorithm, self.sums, self.earlier = algorithm, list(sums), list(earlier)
-        noise = options.noise_seed
+        noise, masks = options.noise_seed, MaskedSums() if run.masked else None
+        self.fewest = FEWEST if run.masked else 1  # sites that a sum takes
         self.server = Server(
             algorithm, task, leg["seed"], uploads=options.uploads, noise_seed=noise, sums=masks, gathers=False
         )
@@ -277,14 +278,14 @@ class Coordinator:
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
         # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
-        self.once = masks is not None or any(transform.noisy for transform in list_transforms(options.uploads))
+        self.once = run.masked or any(transform.noisy for transform in list_transforms(options.uploads))
 
     # --- letters
 
     def open_at(self, who: Sequence[int]) -> dict[int, str]:
         """Sites that cannot take part in this leg, and why."""
         wrong: dict[int, str] = {}
-        head = {"kind": "open", "leg": self.leg, "sums": len(self.sums), "masked": self.run.masked}
+        head = {"kind": "open", "leg": self.leg, "sums": len(self.sums)}
         letters = {k: Letter({**self.run.header(k), **head}, [*self.sums, *self.earlier]) for k in who}
         for k, answer in self.roll.ask(letters, self.roll.answer):
             if isinstance(answer, Lost):
@@ -323,7 +324,7 @@ class Coordinator:
         if books is None:
             books = self._start()
         else:
-            self.roll.gather(self.open_at, lambda: bool(self.roll.present))
+            self.roll.gather(self.open_at, lambda: len(self.roll.present) >= self.fewest)
         self._evaluate_if_due(books)
         check_select(self.options.select, books.history.find_latest())
         with Progress(title or type(self.algorithm).__name__, rounds, books.round, progress) as bar:
@@ -361,11 +362,13 @@ class Coordinator:
         members, expected = {k: Member(weight) for k, weight in self.weights.items()}, None
         if self.plan.cohort is not None or self.plan.dropout:
             members, expected = choose_members(self.inputs, books.position.server, books.round, self.chances, self.plan)
+        if len(members) < self.fewest:  # a cohort whose sum would tell of one site is not asked
+            members = {}
         taken: dict[int, Member] = {}
         while members:
             taken = {k: member for k, member in members.items() if k not in self.roll.absent}
-            if not taken:
-                self.roll.gather(self.open_at, lambda: bool(set(members) & set(self.roll.present)))
+            if len(taken) < self.fewest:
+                self.roll.gather(self.open_at, lambda: len(set(members) & set(self.roll.present)) >= self.fewest)
                 continue
             try:
                 books.position = self.server.serve(
@@ -411,8 +414,8 @@ class Coordinator:
         """Metrics of a state, over the sites that are there."""
         while True:
             there = {k: self.weights[k] for k in self.roll.present}
-            if not there:
-                self.roll.gather(self.open_at, lambda: bool(self.roll.present))
+            if len(there) < self.fewest:
+                self.roll.gather(self.open_at, lambda: len(self.roll.present) >= self.fewest)
                 continue
             try:
                 return self.server.evaluate(round, position, there, self._deliver("metrics"))

@@ -1,14 +1,16 @@
 """What a site makes of the settings of a run and its own rows: the one place that knows tables and schemas."""
 
+import functools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nestfed.core.settings import UserError
+from nestfed.sites.masks import LIST_FILE, read_mask
 from nestfed.sites.worker import Worker
-from nestfed.workbench import site_setup
 from nestfed.workbench.request import Request
+from nestfed.workbench.site_setup import SiteSetup
 from nestfed.workbench.stages import Trace
 
 
@@ -16,11 +18,10 @@ def make_worker(folder: Path, data: Path) -> Worker:
     """The worker of the site whose rows these are."""
 
     def prepare(settings: Mapping[str, Any], schema: str | None, number: int, sites: int, seed: int):
-        return site_setup.Preparation.at_site(
-            settings, keep_schema(schema, folder), data, number=number, sites=sites, seed=seed
-        )
+        return SiteSetup(settings, keep_schema(schema, folder), data, site=number, sites=sites, seed=seed)
 
-    return Worker(prepare, folder, uploads=find_uploads)
+    find_mask = functools.partial(read_mask, folder) if (folder / LIST_FILE).exists() else None
+    return Worker(prepare, folder, find_mask, find_uploads)
 
 
 def keep_schema(schema: str | None, folder: Path) -> Path:

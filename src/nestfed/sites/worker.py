@@ -8,6 +8,7 @@ sends are the sums before a run, the questions of an algorithm's exchanges, and 
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -28,7 +29,7 @@ from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.sites.link import listen_at, receive_bytes, send_bytes
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
-from nestfed.verbs.messages import Leaves, Mask, Node, Standing, Ticket, read_leaves
+from nestfed.verbs.messages import Leaves, Mask, Node, Occasion, Standing, Ticket, read_leaves
 
 PATIENCE = 600.0  # seconds for a letter to come in or to go out whole
 SOCKET = "worker.sock"
@@ -50,6 +51,15 @@ class Preparation(Protocol):
     def tell(self, sums: Sequence[np.ndarray]) -> np.ndarray: ...
 
     def prepare(self, sums: Sequence[np.ndarray]) -> Prepared: ...
+
+
+PREPARING = -2  # the round of sums before the first one
+
+
+class SumMask(Mask, Protocol):
+    """A mask that hides whole numbers too."""
+
+    def hide(self, words: np.ndarray, occasion: Occasion) -> np.ndarray: ...
 
 
 class Refused(UserError):
@@ -127,15 +137,15 @@ class DiskStore:
 class Worker:
     """Answers letters about one site's rows.
 
-    `make_preparation(settings, schema, number, sites, seed)` reads the rows. `folder` is the site's own; `find_mask`
-    gives the mask of a run where uploads must be hidden from the server.
+    `make_preparation(settings, schema, number, sites, seed)` reads the rows. `folder` is the site's own. With
+    `find_mask(occasion's name, number, sites)` this site sends nothing that is not masked.
     """
 
     def __init__(
         self,
         make_preparation: Callable[[Mapping[str, Any], str | None, int, int, int], Preparation],
         folder: Path,
-        find_mask: Callable[[str, int], Mask] | None = None,
+        find_mask: Callable[[str, int, int], SumMask] | None = None,
         uploads: Callable[[Mapping[str, Any], int], Any] = lambda settings, stage: (),
     ):
         self.make_preparation, self.folder = make_preparation, folder
@@ -171,8 +181,12 @@ class Worker:
 
     def tell_sums(self, letter: Letter) -> Letter:
         """What this site adds to the next sum of all sites."""
-        mine = np.asarray(self._prepare(letter.header).tell(letter.arrays))
-        return Letter({}, [mine])
+        header = letter.header
+        mask = self._find_mask(header, _name_preparation(header, letter.arrays))
+        mine = np.asarray(self._prepare(header).tell(letter.arrays))
+        if mask is None:
+            return Letter({}, [mine])
+        return Letter({}, [mask.hide(mine, Occasion(PREPARING, 0, len(letter.arrays), tuple(range(header["sites"]))))])
 
     def open_leg(self, letter: Letter) -> Letter:
         """Be ready for a part of a run: the task is built, and the state of this site is read from its disk."""
@@ -191,7 +205,7 @@ class Worker:
             task = prepared.task(leg["method"], stage + 1, before)
         algorithm = algorithms[leg["stage"]]
         store = self.folder / "store" / run
-        mask = None if not header["masked"] else self._find_mask(run, int(header["sites"]))
+        mask = self._find_mask(header, f"{run} {leg.name}")
         self._open = self._node = None
         self._node = Node(
             algorithm,
@@ -235,10 +249,21 @@ class Worker:
             keep_file(path, secrets.token_bytes(32))
         return path.read_bytes()
 
-    def _find_mask(self, run: str, sites: int) -> Mask:
+    def _find_mask(self, header: Mapping[str, Any], name: str) -> SumMask | None:
+        """That of a part of a run; None where nothing is masked."""
+        if self.find_mask is None and header["masked"]:
+            raise Refused("masked uploads were asked for, and this site has no list of keys (masks.toml).")
+        if self.find_mask is not None and not header["masked"]:
+            raise Refused("this site has a list of keys (masks.toml) and tells nothing that is not masked.")
         if self.find_mask is None:
-            raise Refused("masked uploads were asked for, and this site has no key for them.")
-        return self.find_mask(run, sites)
+            return None
+        return self.find_mask(name, int(header["number"]), int(header["sites"]))
+
+
+def _name_preparation(header: Mapping[str, Any], sums: Sequence[np.ndarray]) -> str:
+    """All that a sum before a run depends on besides the rows: no two have the same masks."""
+    known = json.dumps([header[key] for key in ("run", "settings", "schema", "sites", "seed")], sort_keys=True)
+    return hashlib.sha256(b"".join([known.encode(), *(one.tobytes() for one in sums)])).hexdigest()
 
 
 def write_ticket(ticket: Ticket, server: Leaves | None) -> tuple[dict[str, Any], Leaves]:

@@ -474,7 +474,17 @@ class Node:
         out = _inspect(self.task, server, client, self.key, jnp.asarray(call.round), answers, gathers=self.gathers)
         if "refused" in out:
             raise ProtocolError("the metrics of this problem gather clients' values, which this node does not allow.")
-        return _move_to_host(out["ask"]) if "ask" in out else None
+        if "ask" not in out:
+            return None
+        question = _move_to_host(out["ask"])
+        if self.mask is None:
+            return question
+        if "hard" in out:
+            raise ProtocolError(
+                "these metrics are no means of plain numbers, which sums of masked uploads cannot answer."
+            )
+        # Questions of metrics have numbers of their own, so that no mask is used twice.
+        return self.mask(question, call.part, Occasion(call.round, call.attempt, -1 - len(answers), call.asked))
 
     @staticmethod
     def _place_of(inspection: tuple[Ticket, list[Leaves]]) -> tuple[int, int, int]:
@@ -598,14 +608,15 @@ class Node:
 
 @functools.partial(jax.jit, static_argnames=("gathers",))
 def _inspect(task: Task, server, client, key: Array, round, answers, gathers: bool):
-    """Run the metrics of the task's only client as far as the known answers allow: {"ask": leaves}, {"refused"} where
-    that asks for clients' values and may not, or {"done": metrics}."""
+    """Run the metrics of the task's only client as far as the known answers allow: {"ask": leaves}, with "hard" where
+    that is no mean of plain numbers, {"refused"} where it asks for clients' values and may not, {"done": metrics}."""
     try:
         return {"done": _run_metrics(task, server, client, key, round, jnp.asarray(task.data.ids)[0], answers, gathers)}
     except Ask as ask:
         if ask.reply is not None and not gathers:
             return {"refused": ()}
-        return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]}
+        hard = ask.reply is not None or any(map(is_scaled, jax.tree.leaves(ask.tree, is_leaf=is_scaled)))
+        return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]} | ({"hard": ()} if hard else {})
 
 
 def _run_metrics(
@@ -618,7 +629,7 @@ def _run_metrics(
     try:
         return _call_metrics(task.metrics, task, server, client, key, round, id, answers, refusing)
     except _Gathers:
-        return _call_metrics(task.problem.metrics, task, server, client, key, round, id, answers)
+        return _call_metrics(task.mean_metrics, task, server, client, key, round, id, answers)
 
 
 class _Gathers(Exception):
@@ -827,7 +838,11 @@ class Server:
         """The task's metrics after so many rounds, over these clients; `send` reaches `Node.inspect`."""
         attempt, answers = secrets.randbits(62), []
         shared = self.algorithm.part(position.server, "shared")
-        tickets = {i: Ticket(round, attempt, 0, None, shared, since=position.standing.get(i)) for i in weights}
+        whole, asked = sum(weights.values()), tuple(sorted(weights)) if self.sums is not None else ()
+        tickets = {
+            i: Ticket(round, attempt, 0, None, shared, 1.0, position.standing.get(i), weight / whole, asked)
+            for i, weight in weights.items()
+        }
         members = {i: Member(weight) for i, weight in weights.items()}
         call = Call(self.key, jnp.asarray(round), position.server, jnp.ones(()))
         while (question := self._outline_metrics(call, answers, len(members))) is not None:
