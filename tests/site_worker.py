@@ -12,7 +12,7 @@ from cases import CASES, TASKS  # noqa: E402
 
 from nestfed.sites.worker import Worker, serve  # noqa: E402
 from nestfed.uploads import LocalDP  # noqa: E402
-from nestfed.verbs.messages import only_task_of  # noqa: E402
+from nestfed.verbs.messages import select_client  # noqa: E402
 
 SIZES = (8, 8, 8)
 NOISE = LocalDP(clip=1.0, noise_multiplier=0.5, delta=1e-5)
@@ -37,7 +37,7 @@ class Case:
 
     def task(self, method, stage=0, before=None):
         task = TASKS[CASES[method].task](SIZES)
-        return task if self.number is None else only_task_of(task, self.number)
+        return task if self.number is None else select_client(task, self.number)
 
 
 def find_uploads(settings, stage):

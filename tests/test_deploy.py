@@ -25,7 +25,7 @@ from nestfed.verbs.messages import (
     ProtocolError,
     Server,
     Ticket,
-    only_task_of,
+    select_client,
     remove_rows,
 )
 
@@ -34,7 +34,7 @@ EVERYBODY = {k: Member(1 / 3) for k in range(3)}
 
 
 def node_of(algorithm, task, position, store=None, **options):
-    return Node(algorithm, only_task_of(task, position), 0, store, **options)
+    return Node(algorithm, select_client(task, position), 0, store, **options)
 
 
 def federation(name, sizes=RAGGED, **options):

@@ -15,13 +15,13 @@ from nestfed.core.settings import UserError
 from nestfed.sites.masks import (
     KEY_FILE,
     LIST_FILE,
+    PREPARING,
     MaskedSums,
     SiteMask,
     make_mask_key,
     read_mask,
 )
-from nestfed.sites.worker import PREPARING
-from nestfed.verbs.messages import START, LostClients, Member, Node, Occasion, Server, only_task_of
+from nestfed.verbs.messages import START, LostClients, Member, Node, Occasion, Server, select_client
 
 RAGGED = (5, 9, 7)
 EVERYBODY = {k: Member(1 / 3) for k in range(3)}
@@ -123,20 +123,19 @@ def test_keys_are_made_by_sites_and_pinned_by_a_list(tmp_path):
     for folder in folders.values():
         assert stat.S_IMODE((folder / KEY_FILE).stat().st_mode) == 0o600
         (folder / LIST_FILE).write_text("".join(f'{name} = "{public}"\n' for name, public in publics.items()))
-    read = [read_mask(folders[name], "a run", k, 3) for k, name in enumerate(names)]
+    read = [read_mask(folders[name], name, names, "a run") for name in names]
     total = sum(mask.hide(np.full(2, k, np.uint64), occasion(3)) for k, mask in enumerate(read))
     assert total.tolist() == [3, 3]
     north = folders["north"]
-    with pytest.raises(UserError, match="has another key for site 2 than the one that this site holds"):
-        read_mask(north, "a run", 1, 3)
-    with pytest.raises(UserError, match="masks.toml has the keys of 3 sites, and the run has 4"):
-        read_mask(north, "a run", 0, 4)
-    (north / LIST_FILE).write_text((north / LIST_FILE).read_text().replace(publics["south"], "key"))
+    (north / LIST_FILE).write_text((north / LIST_FILE).read_text().replace(publics["north"], publics["south"]))
+    with pytest.raises(UserError, match="has another key for site 1 than the one that this site holds"):
+        read_mask(north, "north", names, "a run")
+    (north / LIST_FILE).write_text(f'north = "{publics["north"]}"\n')
     with pytest.raises(UserError, match="no public key of 64 hexadecimal digits for the site 'south'"):
-        read_mask(north, "a run", 0, 3)
+        read_mask(north, "north", names, "a run")
     (north / LIST_FILE).unlink()
-    with pytest.raises(UserError, match="masks.toml is not a readable list of public keys"):
-        read_mask(north, "a run", 0, 3)
+    with pytest.raises(UserError, match="has no masks.toml, the list of all sites' public keys"):
+        read_mask(north, "north", names, "a run")
     (north / KEY_FILE).write_text("no key")
     with pytest.raises(UserError, match="is not a readable key"):
         make_mask_key(north)
@@ -146,7 +145,7 @@ def test_keys_are_made_by_sites_and_pinned_by_a_list(tmp_path):
 
 
 def federation(algorithm, task):
-    nodes = {k: Node(algorithm, only_task_of(task, k), 0, mask=mask) for k, mask in enumerate(masks(task.clients))}
+    nodes = {k: Node(algorithm, select_client(task, k), 0, mask=mask) for k, mask in enumerate(masks(task.clients))}
     return nodes, Server(algorithm, task, 0, sums=MaskedSums())
 
 

@@ -31,7 +31,7 @@ from nestfed.verbs.messages import (
     Standing,
     Ticket,
     deploy,
-    only_task_of,
+    select_client,
 )
 from nestfed.verbs.simulation import advance, start
 
@@ -145,7 +145,7 @@ def test_settings_seeds_and_rounds_of_a_sweep_share_no_noise():
 def test_a_trusted_server_never_repeats_its_noise():
     """The same round with the same answers, asked twice: as after going back to a checkpoint."""
     task = silence()
-    nodes = {k: Node(FEDAVG, only_task_of(task, k), 0, uploads=CENTRAL) for k in range(3)}
+    nodes = {k: Node(FEDAVG, select_client(task, k), 0, uploads=CENTRAL) for k in range(3)}
     server, members = Server(FEDAVG, task, 0, uploads=CENTRAL), dict.fromkeys(range(3), Member(1 / 3))
     send = lambda tickets: ((k, nodes[k].receive(ticket)) for k, ticket in tickets.items())
     position = server.serve(START, None, members, send)

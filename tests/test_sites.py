@@ -80,7 +80,7 @@ def federation():
 def coordinator(federation, name, run=None, link=None, rounds=2, say=None, settings=None, **more):
     options = {"patience": 30.0, "hello": 5.0, "answer": 120.0} | more.pop("times", {})
     roll = Roll(link or federation.link, NAMES, say=say or (lambda text: None), **options)
-    run = Run(run or federation.fresh(), settings or {}, None, 0, len(NAMES))
+    run = Run(run or federation.fresh(), settings or {}, None, 0, tuple(NAMES))
     leg = Leg(method=name, seed=0, stage=0, changes={})
     case = Case(settings or {})
     chosen = Options(rounds=rounds, evaluate_every=rounds, **more)

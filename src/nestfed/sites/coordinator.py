@@ -24,7 +24,7 @@ from nestfed.engine.cohorts import find_chances
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.sites.link import Link, LostSite
-from nestfed.sites.masks import FEWEST, MaskedSums
+from nestfed.sites.masks import FEWEST
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
 from nestfed.sites.worker import Leg, describe_party, keep_file, write_ticket
 from nestfed.uploads.privacy import EPSILON, Spending, list_transforms
@@ -40,6 +40,7 @@ from nestfed.verbs.messages import (
     Send,
     Server,
     Standing,
+    Sums,
     Ticket,
     choose_members,
     read_leaves,
@@ -176,7 +177,7 @@ class Run:
     settings: Mapping[str, Any]
     schema: str | None
     seed: int
-    sites: int
+    names: tuple[str, ...]  # of the sites, by their numbers
     masked: bool = False
 
     def header(self, k: int) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class Run:
             "settings": dict(self.settings),
             "schema": self.schema,
             "number": k,
-            "sites": self.sites,
+            "names": list(self.names),
             "seed": self.seed,
             "masked": self.masked,
         }
@@ -196,10 +197,13 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
     sums: list[np.ndarray] = []
     for _ in range(exchanges):
         told: dict[int, np.ndarray] = {}
+        attempt = secrets.randbits(62)
 
         def ask(who: Iterable[int], told=told) -> dict[int, str]:
             wrong = {}
-            letters = {k: Letter({"kind": "tell", **run.header(k)}, sums) for k in who if k not in told}
+            letters = {
+                k: Letter({"kind": "tell", "attempt": attempt, **run.header(k)}, sums) for k in who if k not in told
+            }
             for k, answer in roll.ask(letters, roll.answer):
                 if isinstance(answer, Lost):
                     wrong[k] = answer.reason
@@ -210,7 +214,7 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
             return wrong
 
         roll.lose(ask(roll.present))
-        roll.gather(ask, lambda told=told: len(told) == run.sites)
+        roll.gather(ask, lambda told=told: len(told) == len(run.names))
         if len({part.shape for part in told.values()}) > 1:
             raise UserError("the sites' sums have different lengths: they have different schemas.")
         sums.append(functools.reduce(np.add, told.values()))
@@ -259,11 +263,11 @@ class Coordinator:
         file: Path,
         sums: Sequence[np.ndarray] = (),
         earlier: Sequence[np.ndarray] = (),
+        masks: Sums | None = None,
     ):
         self.roll, self.run, self.leg, self.options, self.file = roll, run, leg, options, file
         self.algorithm, self.sums, self.earlier = algorithm, list(sums), list(earlier)
-        noise, masks = options.noise_seed, MaskedSums() if run.masked else None
-        self.fewest = FEWEST if run.masked else 1  # sites that a sum takes
+        noise = options.noise_seed
         self.server = Server(
             algorithm, task, leg["seed"], uploads=options.uploads, noise_seed=noise, sums=masks, gathers=False
         )
@@ -278,7 +282,8 @@ class Coordinator:
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
         # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
-        self.once = run.masked or any(transform.noisy for transform in list_transforms(options.uploads))
+        self.fewest = 1 if masks is None else FEWEST  # sites that a sum takes
+        self.once = masks is not None or any(transform.noisy for transform in list_transforms(options.uploads))
 
     # --- letters
 
@@ -362,7 +367,7 @@ class Coordinator:
         members, expected = {k: Member(weight) for k, weight in self.weights.items()}, None
         if self.plan.cohort is not None or self.plan.dropout:
             members, expected = choose_members(self.inputs, books.position.server, books.round, self.chances, self.plan)
-        if len(members) < self.fewest:  # a cohort whose sum would tell of one site is not asked
+        if len(members) < self.fewest:  # a cohort whose sum would tell of single sites is not asked
             members = {}
         taken: dict[int, Member] = {}
         while members:

@@ -29,6 +29,7 @@ from nestfed.verbs.messages import Leaves, Occasion
 GRID = 33  # an upload is rounded to multiples of 2^-GRID
 LARGEST = 2.0 ** (63 - GRID)  # of the sum of all uploads' absolute values: what 64 bits with a sign hold
 FEWEST = 3  # with two sites, each knows the other's number from the sum
+PREPARING = -2  # the round of exchanges before the first one
 KEY_FILE, LIST_FILE = "mask.key", "masks.toml"
 
 
@@ -45,9 +46,8 @@ class SiteMask:
             )
         if publics.get(own) != private.public_key().public_bytes_raw():
             raise UserError(
-                f"the list of public keys has another key for site {own + 1} than the one that this site holds; the "
-                "list has the sites in the order of the deployment, each with the key that `nestfed site key` prints "
-                "there, and it is the same at all sites."
+                f"the list of public keys has another key for site {own + 1} than the one that this site holds; put "
+                "the key that `nestfed site key` prints here on the list, and give the new list to all sites."
             )
         self.own, self.run = own, run
         self._secrets = {
@@ -135,21 +135,23 @@ def make_mask_key(folder: Path) -> str:
     return _read_private(file).public_key().public_bytes_raw().hex()
 
 
-def read_mask(folder: Path, run: str, number: int, sites: int) -> SiteMask:
-    """The mask of the site of this number, from its key and the list in its folder, where sites stand in their order.
-    `run` names what is masked."""
-    path = folder / LIST_FILE
+def read_mask(folder: Path, name: str, sites: Sequence[str], run: str) -> SiteMask:
+    """The mask of the site of this name, from its key and the list in its folder; `sites` are all names in order."""
     try:
-        listed = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        listed = tomllib.loads((folder / LIST_FILE).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no {LIST_FILE}, the list of all sites' public keys that secure aggregation needs; every "
+            f'site prints its line by `nestfed site key`, and all lines together are the file ({name} = "...").'
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} is not a readable list of public keys: {error}.") from None
-    if len(listed) != sites:
-        raise UserError(f"{path} has the keys of {len(listed)} sites, and the run has {sites}; bring it up to date.")
-    for site, key in listed.items():
-        if not re.fullmatch("[0-9a-f]{64}", str(key)):
-            raise UserError(f"{path} has no public key of 64 hexadecimal digits for the site {site!r}.")
-    publics = {i: bytes.fromhex(key) for i, key in enumerate(listed.values())}
-    return SiteMask(number, _read_private(folder / KEY_FILE), publics, run)
+        raise UserError(f"{folder / LIST_FILE} is not a readable TOML file: {error}.") from None
+    publics = {}
+    for number, site in enumerate(sites):
+        if not re.fullmatch("[0-9a-f]{64}", str(listed.get(site, ""))):
+            raise UserError(f"{folder / LIST_FILE} has no public key of 64 hexadecimal digits for the site {site!r}.")
+        publics[number] = bytes.fromhex(listed[site])
+    return SiteMask(list(sites).index(name), _read_private(folder / KEY_FILE), publics, run)
 
 
 def _read_private(file: Path) -> X25519PrivateKey:

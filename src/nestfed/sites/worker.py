@@ -8,7 +8,6 @@ sends are the sums before a run, the questions of an algorithm's exchanges, and 
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -28,8 +27,9 @@ from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.sites.link import listen_at, receive_bytes, send_bytes
+from nestfed.sites.masks import LIST_FILE, PREPARING, SiteMask
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
-from nestfed.verbs.messages import Leaves, Mask, Node, Occasion, Standing, Ticket, read_leaves
+from nestfed.verbs.messages import Leaves, Node, Occasion, Standing, Ticket, read_leaves
 
 PATIENCE = 600.0  # seconds for a letter to come in or to go out whole
 SOCKET = "worker.sock"
@@ -51,15 +51,6 @@ class Preparation(Protocol):
     def tell(self, sums: Sequence[np.ndarray]) -> np.ndarray: ...
 
     def prepare(self, sums: Sequence[np.ndarray]) -> Prepared: ...
-
-
-PREPARING = -2  # the round of sums before the first one
-
-
-class SumMask(Mask, Protocol):
-    """A mask that hides whole numbers too."""
-
-    def hide(self, words: np.ndarray, occasion: Occasion) -> np.ndarray: ...
 
 
 class Refused(UserError):
@@ -137,15 +128,15 @@ class DiskStore:
 class Worker:
     """Answers letters about one site's rows.
 
-    `make_preparation(settings, schema, number, sites, seed)` reads the rows. `folder` is the site's own. With
-    `find_mask(occasion's name, number, sites)` this site sends nothing that is not masked.
+    `make_preparation(settings, schema, number, sites, seed)` reads the rows. `folder` is the site's own; `find_mask`
+    gives the mask of a run where uploads must be hidden from the server.
     """
 
     def __init__(
         self,
         make_preparation: Callable[[Mapping[str, Any], str | None, int, int, int], Preparation],
         folder: Path,
-        find_mask: Callable[[str, int, int], SumMask] | None = None,
+        find_mask: Callable[[str, Sequence[str], int], SiteMask] | None = None,
         uploads: Callable[[Mapping[str, Any], int], Any] = lambda settings, stage: (),
     ):
         self.make_preparation, self.folder = make_preparation, folder
@@ -182,16 +173,19 @@ class Worker:
     def tell_sums(self, letter: Letter) -> Letter:
         """What this site adds to the next sum of all sites."""
         header = letter.header
-        mask = self._find_mask(header, _name_preparation(header, letter.arrays))
+        self._check_masked(header)
         mine = np.asarray(self._prepare(header).tell(letter.arrays))
-        if mask is None:
-            return Letter({}, [mine])
-        return Letter({}, [mask.hide(mine, Occasion(PREPARING, 0, len(letter.arrays), tuple(range(header["sites"]))))])
+        if header["masked"]:
+            asked = tuple(range(len(header["names"])))
+            occasion = Occasion(PREPARING, int(header["attempt"]), len(letter.arrays), asked)
+            mine = self._find_mask(header).hide(mine, occasion)
+        return Letter({}, [mine])
 
     def open_leg(self, letter: Letter) -> Letter:
         """Be ready for a part of a run: the task is built, and the state of this site is read from its disk."""
         header = letter.header
         leg, run = Leg(header["leg"]), str(header["run"])
+        self._check_masked(header)
         number = int(header["sums"])
         prepared = self._prepare(header).prepare(letter.arrays[:number])
         rest, before = list(letter.arrays[number:]), None
@@ -205,7 +199,7 @@ class Worker:
             task = prepared.task(leg["method"], stage + 1, before)
         algorithm = algorithms[leg["stage"]]
         store = self.folder / "store" / run
-        mask = self._find_mask(header, f"{run} {leg.name}")
+        mask = self._find_mask(header) if header["masked"] else None
         self._open = self._node = None
         self._node = Node(
             algorithm,
@@ -234,10 +228,10 @@ class Worker:
         return Letter({"asks": question is not None, "seconds": used}, question or [])
 
     def _prepare(self, header: Mapping[str, Any]) -> Preparation:
-        name = json.dumps([header[key] for key in ("settings", "schema", "number", "sites", "seed")], sort_keys=True)
+        name = json.dumps([header[key] for key in ("settings", "schema", "number", "names", "seed")], sort_keys=True)
         if self._preparation is None or self._preparation[0] != name:
             made = self.make_preparation(
-                header["settings"], header["schema"], int(header["number"]), int(header["sites"]), int(header["seed"])
+                header["settings"], header["schema"], int(header["number"]), len(header["names"]), int(header["seed"])
             )
             self._preparation = name, made
         return self._preparation[1]
@@ -249,21 +243,18 @@ class Worker:
             keep_file(path, secrets.token_bytes(32))
         return path.read_bytes()
 
-    def _find_mask(self, header: Mapping[str, Any], name: str) -> SumMask | None:
-        """That of a part of a run; None where nothing is masked."""
-        if self.find_mask is None and header["masked"]:
-            raise Refused("masked uploads were asked for, and this site has no list of keys (masks.toml).")
-        if self.find_mask is not None and not header["masked"]:
-            raise Refused("this site has a list of keys (masks.toml) and tells nothing that is not masked.")
+    def _check_masked(self, header: Mapping[str, Any]) -> None:
+        """A site that has a list of keys does not leave it to others whether it is used."""
+        if not header["masked"] and (self.folder / LIST_FILE).exists():
+            raise Refused(
+                f"this site has a list of keys ({LIST_FILE}) and tells nothing that is not masked; run it with "
+                "--secure-aggregation."
+            )
+
+    def _find_mask(self, header: Mapping[str, Any]) -> SiteMask:
         if self.find_mask is None:
-            return None
-        return self.find_mask(name, int(header["number"]), int(header["sites"]))
-
-
-def _name_preparation(header: Mapping[str, Any], sums: Sequence[np.ndarray]) -> str:
-    """All that a sum before a run depends on besides the rows: no two have the same masks."""
-    known = json.dumps([header[key] for key in ("run", "settings", "schema", "sites", "seed")], sort_keys=True)
-    return hashlib.sha256(b"".join([known.encode(), *(one.tobytes() for one in sums)])).hexdigest()
+            raise Refused("masked uploads were asked for, and this site has no key for them.")
+        return self.find_mask(str(header["run"]), list(map(str, header["names"])), int(header["number"]))
 
 
 def write_ticket(ticket: Ticket, server: Leaves | None) -> tuple[dict[str, Any], Leaves]:
@@ -324,7 +315,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="its rows")
     parser.add_argument("--socket", type=Path, required=True)
     chosen = parser.parse_args()
-    from nestfed.sites.problem import make_worker
+    from nestfed.sites.problem import make_worker  # it knows tables, which a test's worker need not
 
     try:
         serve(make_worker(chosen.folder, chosen.data), chosen.socket)

@@ -64,6 +64,7 @@ from nestfed.engine.steps import (
 from nestfed.uploads.privacy import Uploads, list_transforms
 
 START = -1  # the round in which clients initialise
+MEASURING = -1000  # ... and, less the number of rounds so far, that of metrics: no mask serves twice
 
 Leaves = list[np.ndarray]
 
@@ -474,17 +475,12 @@ class Node:
         out = _inspect(self.task, server, client, self.key, jnp.asarray(call.round), answers, gathers=self.gathers)
         if "refused" in out:
             raise ProtocolError("the metrics of this problem gather clients' values, which this node does not allow.")
-        if "ask" not in out:
-            return None
-        question = _move_to_host(out["ask"])
-        if self.mask is None:
-            return question
-        if "hard" in out:
-            raise ProtocolError(
-                "these metrics are no means of plain numbers, which sums of masked uploads cannot answer."
-            )
-        # Questions of metrics have numbers of their own, so that no mask is used twice.
-        return self.mask(question, call.part, Occasion(call.round, call.attempt, -1 - len(answers), call.asked))
+        if "ask" in out and self.mask is not None:
+            if "plain" not in out:
+                raise ProtocolError("the metrics of this problem are not means of plain numbers, which masks need.")
+            occasion = Occasion(MEASURING - call.round, call.attempt, len(answers), call.asked)
+            return self.mask(_move_to_host(out["ask"]), call.part, occasion)
+        return _move_to_host(out["ask"]) if "ask" in out else None
 
     @staticmethod
     def _place_of(inspection: tuple[Ticket, list[Leaves]]) -> tuple[int, int, int]:
@@ -608,15 +604,16 @@ class Node:
 
 @functools.partial(jax.jit, static_argnames=("gathers",))
 def _inspect(task: Task, server, client, key: Array, round, answers, gathers: bool):
-    """Run the metrics of the task's only client as far as the known answers allow: {"ask": leaves}, with "hard" where
-    that is no mean of plain numbers, {"refused"} where it asks for clients' values and may not, {"done": metrics}."""
+    """Run the metrics of the task's only client as far as the known answers allow: {"ask": leaves}, {"refused"} where
+    that asks for clients' values and may not, or {"done": metrics}."""
     try:
         return {"done": _run_metrics(task, server, client, key, round, jnp.asarray(task.data.ids)[0], answers, gathers)}
     except Ask as ask:
         if ask.reply is not None and not gathers:
             return {"refused": ()}
-        hard = ask.reply is not None or any(map(is_scaled, jax.tree.leaves(ask.tree, is_leaf=is_scaled)))
-        return {"ask": [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]} | ({"hard": ()} if hard else {})
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(ask.tree)]
+        plain = ask.reply is None and not any(map(is_scaled, jax.tree.leaves(ask.tree, is_leaf=is_scaled)))
+        return {"ask": leaves} | ({"plain": ()} if plain else {})
 
 
 def _run_metrics(
@@ -838,12 +835,12 @@ class Server:
         """The task's metrics after so many rounds, over these clients; `send` reaches `Node.inspect`."""
         attempt, answers = secrets.randbits(62), []
         shared = self.algorithm.part(position.server, "shared")
-        whole, asked = sum(weights.values()), tuple(sorted(weights)) if self.sums is not None else ()
+        members, whole = {i: Member(weight) for i, weight in weights.items()}, sum(weights.values())
+        asked = tuple(sorted(weights)) if self.sums is not None else ()
         tickets = {
             i: Ticket(round, attempt, 0, None, shared, 1.0, position.standing.get(i), weight / whole, asked)
             for i, weight in weights.items()
         }
-        members = {i: Member(weight) for i, weight in weights.items()}
         call = Call(self.key, jnp.asarray(round), position.server, jnp.ones(()))
         while (question := self._outline_metrics(call, answers, len(members))) is not None:
             if question.gathers:
@@ -913,7 +910,7 @@ class Server:
         """Sums grow as answers come: nothing is kept of one client."""
         weights = jnp.asarray([member.weight for member in members.values()] or [0.0], float)
         whole = float(weights.sum() if call.expected is None else call.expected.whole) or 1.0
-        sums = [_zero(one) for one in jax.tree.leaves(question.tree(question.answers), is_leaf=is_scaled)]
+        sums = [_make_zero(one) for one in jax.tree.leaves(question.tree(question.answers), is_leaf=is_scaled)]
         if self.sums is None:
             for i, answer in self._receive(question.shapes, send, tickets):
                 items = jax.tree.leaves(question.tree(answer), is_leaf=is_scaled)
@@ -1045,10 +1042,10 @@ def _find_fault(answer: Answer, expected: Sequence[jax.ShapeDtypeStruct] | None)
     return None
 
 
-def _zero(item: Any) -> Any:
+def _make_zero(item: Any) -> Any:
     if is_scaled(item):
         shift: Any = np.full(item.shift.shape, LOWEST, item.shift.dtype)
-        return Scaled(shift, _zero(item.value))
+        return Scaled(shift, _make_zero(item.value))
     return np.zeros(item.shape, item.dtype)
 
 
@@ -1159,7 +1156,7 @@ def deploy(
     nodes = {
         client: Node(
             algorithm,
-            only_task_of(task, p),
+            select_client(task, p),
             seed,
             uploads=chosen.uploads,
             secret=secrets.token_bytes(32),
@@ -1187,7 +1184,7 @@ def deploy(
     return Deployment(position.server, clients, kept)
 
 
-def only_task_of(task: Task, position: int) -> Task:
+def select_client(task: Task, position: int) -> Task:
     """The task of one client, as its node needs it."""
     own = None if task.local_steps is None else np.asarray(task.local_steps)[position : position + 1]
     return dataclasses.replace(task, data=task.data.only(position), weights=np.ones(1), local_steps=own)
