@@ -133,7 +133,7 @@ class Prepared:
         """Of a stage, given what the stage before has left."""
         return self.scenario.method(method).stages[stage].task(self.scenario, self.setup, before)
 
-    def leave(self, task: Task, server: Any, clients: Any) -> Any:
+    def leave(self, task: Task, server: Any, clients: Any = None) -> Any:
         """What a stage leaves to the next one."""
         return self.scenario.leave(task, server, clients)
 
