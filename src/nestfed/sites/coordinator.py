@@ -201,9 +201,8 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
 
         def ask(who: Iterable[int], told=told) -> dict[int, str]:
             wrong = {}
-            letters = {
-                k: Letter({"kind": "tell", "attempt": attempt, **run.header(k)}, sums) for k in who if k not in told
-            }
+            head = {"kind": "tell", "attempt": attempt}
+            letters = {k: Letter({**head, **run.header(k)}, sums) for k in who if k not in told}
             for k, answer in roll.ask(letters, roll.answer):
                 if isinstance(answer, Lost):
                     wrong[k] = answer.reason
@@ -213,7 +212,7 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
                     told[k] = np.array(answer.arrays[0])
             return wrong
 
-        roll.lose(ask(roll.present))
+        roll.forget()
         roll.gather(ask, lambda told=told: len(told) == len(run.names))
         if len({part.shape for part in told.values()}) > 1:
             raise UserError("the sites' sums have different lengths: they have different schemas.")

@@ -39,7 +39,6 @@ from nestfed.workbench.commands import find_fresh
 from nestfed.workbench.fields import read_settings
 from nestfed.workbench.request import Request
 from nestfed.workbench.results import add_gains, collect_cost, list_versions, make_history_frame
-from nestfed.workbench.scenarios.tabular import Tabular
 from nestfed.workbench.site_setup import Prepared, ServerSetup
 from nestfed.workbench.stages import FINISHED, StageTrace, Trace, Trials
 from nestfed.workbench.study import Stopped, Study
@@ -119,7 +118,7 @@ def _claim_folder(out: Path, settings: Mapping[str, Any], resume: bool) -> None:
         if not resume:
             raise UserError(f"{out} holds a run already; give --resume, or another folder (--out).")
         theirs = read_settings(file)
-        different = [name for name in settings | theirs if theirs.get(name) != settings.get(name)]
+        different = [name for name in {**settings, **theirs} if theirs.get(name) != settings.get(name)]
         if different:
             raise UserError(f"{out} holds a run with other settings ({', '.join(different)}); give those (--out).")
         return
@@ -154,7 +153,7 @@ def _run_method(
     trace, earlier, final = Trace(method, run.seed, {}), [], {}
     for number, (stage, algorithm) in enumerate(zip(scenario.method(method).stages, algorithms, strict=True)):
         task = prepared.task(method, number, trace.left)
-        options = request.budget.options(request.budget.rounds_of(scenario, algorithm), scenario, trace)
+        options = request.budget.options(request.budget.count_rounds(scenario, algorithm), scenario, trace)
         if options.select is not None:  # what is recorded without gathering rows may not have it
             options = dataclasses.replace(options, output="last", select=None)
         leg = Leg(method=method, seed=run.seed, stage=number, changes=json.loads(json.dumps(changes)))
@@ -197,19 +196,15 @@ def _make_record(
     about: Mapping[str, Any],
     roll: Roll,
 ) -> Record:
-    """What is known without anybody's rows: metrics that are sums, and the sizes of sites."""
-    scenario: Tabular[Any] = trials.scenario
+    """What is known without anybody's rows: metrics that are sums, of no single site or group."""
+    scenario = trials.scenario
     final["above_start"] = [trace.rise is not None for trace in trials.traces]
     headline = [metric for metric in scenario.headline if metric.name in final]
     if not headline:
         recorded = [name for name in final.columns if name not in ("method", "seed", "status", "above_start")]
         headline = [Metric(name, name.replace("_", " "), "lower") for name in recorded[:3]]
     methods = request.methods
-    holdings = [
-        {"client": name, "group": "all rows", "label": "", "part": "train", "rows": int(rows), "seed": seed}
-        for seed, setup in trials.setups.items()
-        for name, rows in zip(names, setup.train_sizes, strict=True)
-    ]
+    empty = lambda *columns: pd.DataFrame(columns=pd.Index(columns))
     notes = [note for trace in trials.traces for stage in trace.stages for note in stage.notes]
     record = Record(
         settings=settings,
@@ -236,8 +231,8 @@ def _make_record(
         },
         history=pd.concat([make_history_frame(trials, trace) for trace in trials.traces], ignore_index=True),
         final=final,
-        slices=pd.DataFrame(columns=pd.Index(["kind", "slice", "split", "metric", "value", "method", "seed"])),
-        holdings=pd.DataFrame(holdings),
+        slices=empty("kind", "slice", "split", "metric", "value", "method", "seed"),
+        holdings=empty("client", "group", "label", "part", "rows", "seed"),
         cost={trace.method: collect_cost(trace) for trace in trials.traces},
     )
     return add_gains(record)
@@ -278,7 +273,7 @@ def run_local(
 
 
 def _deal_rows(request: Request, sites: int, folder: Path) -> tuple[dict[str, Path], str]:
-    """(a file of rows for each site, the text of their schema), as `nestfed run` would deal them with the first seed."""
+    """(a file of rows for each site, the text of their schema), dealt as `nestfed run` does with the first seed."""
     options = request.options
     scenario: Any = request.scenario
     if "clients" not in options and scenario.table.client is None:

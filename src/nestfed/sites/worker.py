@@ -35,22 +35,22 @@ PATIENCE = 600.0  # seconds for a letter to come in or to go out whole
 SOCKET = "worker.sock"
 
 
-class Prepared(Protocol):
+class Tasks(Protocol):
     """One party's tasks of a seed: what a site has, or its server."""
 
     def make_algorithms(self, method: str, changes: Mapping[str, Any]) -> list[Algorithm]: ...
 
     def task(self, method: str, stage: int = 0, before: Any = None) -> Task: ...
 
-    def leave(self, task: Task, server: Any, clients: Any) -> Any: ...
+    def leave(self, task: Task, server: Any, client: Any = None) -> Any: ...
 
 
-class Preparation(Protocol):
+class Party(Protocol):
     """A site before a run: what it adds to the sums of all, and what it makes of them."""
 
     def tell(self, sums: Sequence[np.ndarray]) -> np.ndarray: ...
 
-    def prepare(self, sums: Sequence[np.ndarray]) -> Prepared: ...
+    def prepare(self, sums: Sequence[np.ndarray]) -> Tasks: ...
 
 
 class Refused(UserError):
@@ -134,14 +134,14 @@ class Worker:
 
     def __init__(
         self,
-        make_preparation: Callable[[Mapping[str, Any], str | None, int, int, int], Preparation],
+        make_preparation: Callable[[Mapping[str, Any], str | None, int, int, int], Party],
         folder: Path,
         find_mask: Callable[[str, Sequence[str], int], SiteMask] | None = None,
         uploads: Callable[[Mapping[str, Any], int], Any] = lambda settings, stage: (),
     ):
         self.make_preparation, self.folder = make_preparation, folder
         self.find_mask, self.uploads = find_mask, uploads
-        self._preparation: tuple[str, Preparation] | None = None
+        self._preparation: tuple[str, Party] | None = None
         self._open: tuple[str, str] | None = None  # (run, leg)
         self._node: Node | None = None
 
@@ -227,7 +227,7 @@ class Worker:
         used = time.process_time() - began
         return Letter({"asks": question is not None, "seconds": used}, question or [])
 
-    def _prepare(self, header: Mapping[str, Any]) -> Preparation:
+    def _prepare(self, header: Mapping[str, Any]) -> Party:
         name = json.dumps([header[key] for key in ("settings", "schema", "number", "names", "seed")], sort_keys=True)
         if self._preparation is None or self._preparation[0] != name:
             made = self.make_preparation(
