@@ -3,12 +3,15 @@
 import contextlib
 import importlib.util
 import sys
+import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from nestfed.core.settings import UserError
 from nestfed.sites.keeper import Kept, keep
-from nestfed.sites.kits import make_kits, read_deployment
+from nestfed.sites.kits import KIT, make_kits, read_deployment
 from nestfed.sites.link import Link, LoopbackLink
 from nestfed.sites.worker import SOCKET
 
@@ -57,6 +60,34 @@ def start_worker(folder: Path, data: Path, environment: Mapping[str, str] | None
 
 def find_socket(folder: Path) -> Path:
     return folder / SOCKET
+
+
+def run_site(folder: Path, data: Path, say: Callable[[str], None]) -> None:
+    """One site, until it is told to end: its worker and the framework's process, each restarted when it ends."""
+    kit = read_kit(folder)
+    if not data.exists():
+        raise UserError(f"there is no file {data}; give this site's rows with --data.")
+    with contextlib.ExitStack() as stack:
+        worker = start_worker(folder, data)
+        stack.callback(worker.stop)
+        relay = start_relay(folder, kit["engine"], find_socket(folder))
+        stack.callback(relay.stop)
+        say(f"site {kit['site']}: {data} stays here; {kit['engine']} reaches {kit['server']}:{kit['port']}")
+        say(f"what happens is in {worker.log} and {relay.log}; Ctrl-C ends both")
+        while worker.running and relay.running:
+            time.sleep(1.0)
+        raise UserError(f"a process of this site has ended for good; see {worker.log} and {relay.log}.")
+
+
+def read_kit(folder: Path) -> dict[str, Any]:
+    """What a site's kit says about it."""
+    try:
+        kit = tomllib.loads((folder / KIT).read_text(encoding="utf-8"))
+        return {name: kit[name] for name in ("engine", "site", "server", "port")}
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {KIT}; give the folder of the kit that this site was sent.") from None
+    except (KeyError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / KIT} cannot be read ({error}); take that of the kit again.") from None
 
 
 @contextlib.contextmanager
