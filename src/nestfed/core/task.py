@@ -102,8 +102,8 @@ class Task:
         """What a run records, again as a client program; the default is the problem's objective over all rows."""
         return self.problem.metrics(server, client, data, fed)
 
-    def metrics_by_means(self, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
-        """What stands for `metrics` where these gather clients' values and may not: means alone."""
+    def mean_metrics(self, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
+        """What a run records where `metrics` would gather clients' values and may not: `fed.mean` alone is allowed."""
         return self.problem.metrics(server, client, data, fed)
 
 

@@ -342,7 +342,7 @@ class Node:
 
     With `mask` it sends its weighted part of every mean, masked, and refuses what the server cannot answer from sums.
     `noting` keeps what steps note, for `take_notes`. Where metrics gather clients' values, which may be those of single
-    rows, `gathers=False` takes `Task.metrics_by_means` in their place; the server must be told the same.
+    rows, `gathers=False` takes the problem's own metrics in their place; the server must be told the same.
     """
 
     def __init__(
@@ -619,14 +619,14 @@ def _inspect(task: Task, server, client, key: Array, round, answers, gathers: bo
 def _run_metrics(
     task: Task, server: Any, client: Any, key: Array, round: Any, id: Any, answers: Any, gathers: bool
 ) -> Any:
-    """The metrics of one client; those that take means alone where the others would gather and may not."""
+    """The metrics of one client; those of its problem where the task's own would gather and may not."""
     if gathers:
         return _call_metrics(task.metrics, task, server, client, key, round, id, answers)
     refusing = lambda tree, reply, key: _refuse_gather()
     try:
         return _call_metrics(task.metrics, task, server, client, key, round, id, answers, refusing)
     except _Gathers:
-        return _call_metrics(task.metrics_by_means, task, server, client, key, round, id, answers)
+        return _call_metrics(task.mean_metrics, task, server, client, key, round, id, answers)
 
 
 class _Gathers(Exception):
