@@ -25,7 +25,8 @@ LAYERS = {
         "core", "uploads", "problems", "models", "data", "report", "algorithms", "engine", "verbs", "workbench",
     },
     "sklearn": {"core", "data", "workbench"},
-    "cli": {"core", "data", "report", "algorithms", "workbench", "experiments"},
+    "sites": {"core", "uploads", "data", "report", "algorithms", "engine", "verbs", "workbench"},
+    "cli": {"core", "data", "report", "algorithms", "workbench", "experiments", "sites"},
 }  # fmt: skip
 SOURCE = Path(nestfed.__file__).parent
 MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}

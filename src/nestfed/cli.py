@@ -43,7 +43,7 @@ from nestfed.workbench.task_options import (
 
 OUTPUT = "Output"
 PANELS = (TASK, DATA, TRAINING, PRIVACY, OUTPUT)  # in the order of help
-ORDER = ("demo", "run", "sweep", "compare", "report", "cost", "list", "reproduce")
+ORDER = ("demo", "run", "sweep", "compare", "report", "cost", "list", "reproduce", "deploy", "site")
 EXIT_CODES = {"finished": 0, "diverged": 3}  # by the status of a study
 MOST_ROWS = 60  # of a table on the screen
 
@@ -403,6 +403,59 @@ def reproduce(
     silent = False if quiet or json_ else None
     page = str(repeat(experiment, out=out, quick=quick, resume=resume, from_cells=from_cells, progress=silent))
     _print_json({"page": page}) if json_ else typer.echo(page)
+
+
+# ------------------------------------------------------------------------------------------------- sites
+
+deploy_group = typer.Typer(no_args_is_help=True, help="Train at sites that keep their rows: the coordinator's part.")
+site_group = typer.Typer(no_args_is_help=True, help="Train at sites that keep their rows: the part of one site.")
+app.add_typer(deploy_group, name="deploy")
+app.add_typer(site_group, name="site")
+
+
+@deploy_group.command("schema")
+def merge_schemas(
+    drafts: Annotated[list[Path], typer.Argument(help="The drafts of all sites.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The schema that all sites get.")] = Path("schema.toml"),
+) -> None:
+    """Merge the drafts of all sites into the schema that they agree on."""
+    from nestfed.workbench.schemas import write_agreement
+
+    _say_lines(write_agreement(drafts, out), out)
+
+
+@site_group.command("schema")
+def draft_schema(
+    data: Annotated[Path, typer.Option(help="Your CSV or Parquet file.")],
+    label: Annotated[str, typer.Option(help="Column to predict.")],
+    group: Annotated[str | None, typer.Option(help="Column of the groups; sex+race joins two.")] = None,
+    positive: Annotated[str | None, typer.Option(help="Value of the label that counts as 1.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Or: the label counts as 1 above this number.")] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="A column that is no feature. May be repeated.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the draft goes.")] = Path("schema.toml"),
+) -> None:
+    """Draft a schema from this site's file: names, kinds and levels of its columns, no statistics."""
+    from nestfed.workbench.schemas import write_draft
+
+    said = write_draft(data, out, label=label, group=group, positive=positive, threshold=threshold, drop=drop or ())
+    _say_lines(said, out)
+
+
+@site_group.command("key")
+def make_key(
+    folder: Annotated[Path, typer.Argument(help="This site's folder.")],
+    name: Annotated[str | None, typer.Option(help="This site's name.", show_default="the folder's")] = None,
+) -> None:
+    """Make this site's key for sums that nobody can take apart, and print its line for the list of all sites."""
+    from nestfed.sites.masks import make_mask_key
+
+    typer.echo(f'{name or folder.resolve().name} = "{make_mask_key(folder)}"')
+
+
+def _say_lines(lines: Sequence[str], path: Path) -> None:
+    for line in lines:
+        typer.echo(line, err=True)
+    typer.echo(str(path))
 
 
 # ------------------------------------------------------------------------------------------------- printing

@@ -149,6 +149,14 @@ class TabularOptions(OptionSet):
         convert=locate,
         more="One file per client: their folder, sites/, or a pattern in quotes, 'sites/*.csv'.",
     )
+    schema: str | None = option(
+        "a file that says what the columns are, in place of guesses",
+        panel=DATA,
+        usual="none",
+        convert=locate,
+        more="`nestfed site schema` drafts one. It has the label and the groups too, and a client's rows may then have "
+        "one label only.",
+    )
     label: str | None = option("column to predict", panel=DATA, usual="that of the data set; your file needs one")
     positive: str | None = option("value of the label that counts as 1", panel=DATA, usual="found where it is clear")
     threshold: float | None = option(

@@ -113,7 +113,10 @@ class PrecisionSetup(TabularSetup):
     @property
     def positives(self) -> np.ndarray:
         """Positive training rows of every client."""
-        return np.asarray(self.rows.constants["positives"]).astype(float)
+        return self.sum_of("positives")
+
+    def measures(self):
+        return super().measures() | {"positives": lambda: self.per_client(self.rows.constants["positives"])}
 
     def weights(self, averaging: str, *, by_positives: bool = False) -> np.ndarray:
         """A problem about positives counts these, and leaves out who has none."""
@@ -257,26 +260,28 @@ class Auprc(Tabular[PrecisionSetup]):
             batch_size=setup.batch_size,
             groups=setup.groups,
             model=setup.model,
-            total=len(setup.data.label),
+            total=setup.total,
             recall=self.options.recall,
-            weights=setup.weights(self.options.client_weights, by_positives=by_positives),
+            weights=setup.own_weights(setup.weights(self.options.client_weights, by_positives=by_positives)),
             **fields,
         )
 
-    def set_up(self, seed: int) -> PrecisionSetup:
-        setup = super().set_up(seed)
+    def make_setup(self, data, seed, seat=None) -> PrecisionSetup:
+        setup = super().make_setup(data, seed, seat)
         given = self.options.batch_positives
         if given is not None and given >= setup.batch_size:
             raise UserError(
                 f"batch_positives={given} was given for batches of {setup.batch_size} rows; a batch needs negatives "
                 "too: give fewer positives, or a larger batch_size."
             )
-        found = np.bincount(setup.data.part[setup.data.label == 1], minlength=len(PARTS))
+        if seat is not None and seat.sums is None:  # what all sites hold is not known yet
+            return setup
+        found = setup.sum_of("cells")[:, :, 1].sum(1).astype(int)
         judged = PARTS if self.given is None else PARTS[:1]  # rows in memory are judged by whoever has them
         for part, number in zip(judged, found, strict=False):
             if number == 0:
                 raise UserError(
-                    f"none of the {int(setup.data.label.sum())} positive rows is among the {part} rows of seed {seed}, "
+                    f"none of the {found.sum()} positive rows is among the {part} rows of seed {seed}, "
                     "and an order without positives cannot be judged; give more data, or another test_fraction."
                 )
         return setup

@@ -30,6 +30,7 @@ from nestfed.report.metrics import Metric
 from nestfed.workbench.scenario import Method, Stage
 from nestfed.workbench.scenarios.fair_limit import Choice, choose, count, describe
 from nestfed.workbench.scenarios.fair_problems import (
+    METRIC_LABELS,
     DisparityLimit,
     GapWeights,
     GroupMinimax,
@@ -37,7 +38,6 @@ from nestfed.workbench.scenarios.fair_problems import (
     LimitedGaps,
     RegularisedRisk,
     WeightedRisk,
-    mark_cells,
 )
 from nestfed.workbench.scenarios.tabular import (
     AVERAGE_LOSS,
@@ -174,15 +174,23 @@ class FairnessSetup(TabularSetup):
         """An estimate of the largest eigenvalue of the lower problem's Hessian without its penalty: lambda_max(X'X / n)
         / 4 for weights of 2. (Batches may be steeper, and for a network it is only the first layer's order of
         magnitude.)"""
-        inputs = self.data.inputs[self.data.part == TRAIN]
-        inputs = np.concatenate([inputs, np.ones((len(inputs), 1), inputs.dtype)], 1)
-        return float(np.linalg.eigvalsh(inputs.T @ inputs / len(inputs))[-1]) / 4 * 2
+        return float(np.linalg.eigvalsh(self.sum_of("moments") / self.train_sizes.sum())[-1]) / 4 * 2
+
+    def measures(self):
+        return super().measures() | {"moments": self._sum_moments}
+
+    def _sum_moments(self) -> np.ndarray:
+        """X'X of the training rows, whose last column is one."""
+        inputs = self.data.inputs[self.data.part == TRAIN].astype(np.float64)
+        inputs = np.concatenate([inputs, np.ones((len(inputs), 1))], 1)
+        return inputs.T @ inputs
 
     def compute_shares(self, metric: str, *parts: int) -> np.ndarray:
         """[kinds of rows, groups]: what share of all clients' rows of these parts a rate of this metric is about."""
-        data, mine = self.data, np.isin(self.data.part, parts)
-        inside = np.asarray(mark_cells(data.label[mine], data.group[mine], self.groups, metric))
-        return np.maximum(inside.mean(-1), 0.5 / mine.sum()).astype(np.float32)  # an empty one is divided by
+        counts = self.sum_of("cells")[list(parts)].sum(0)  # [groups, label]
+        labels = METRIC_LABELS[metric]
+        inside = np.stack([counts.sum(1) if wanted is None else counts[:, wanted] for wanted in labels])
+        return (np.maximum(inside, 0.5) / counts.sum()).astype(np.float32)  # an empty one is divided by
 
 
 # ------------------------------------------------------------------------------------------------- methods

@@ -187,7 +187,7 @@ class Personal(Tabular[TabularSetup]):
             setup.rows,
             theta,
             batch_size=setup.batch_size,
-            weights=setup.weigh_clients(self.options.client_weights),
+            weights=setup.own_weights(setup.weigh_clients(self.options.client_weights)),
         )
 
     def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
