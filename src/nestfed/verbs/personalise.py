@@ -9,7 +9,7 @@ The model of a client is (u, v), extractor and head, in the State of every metho
 otherwise the server's (`Personalised.model_of`).
 """
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class PersonalTask(Task):
         return "train_loss"
 
     @classmethod
-    def create(cls, problem, data, params, *, test: Rows | None = None, **fields: Any):
+    def create(cls, problem: Any, data: Rows, params: PyTree, *, test: Rows | None = None, **fields: Any) -> Self:
         if test is not None and not np.array_equal(np.asarray(test.ids), np.asarray(data.ids)):
             raise UserError(
                 f"the test rows are of the clients {np.asarray(test.ids).tolist()}, the training rows of "
