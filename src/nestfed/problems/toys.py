@@ -3,6 +3,7 @@
 All of them have constants only (no rows), so a batch is always a client's whole data and runs are deterministic.
 """
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import jax
@@ -25,7 +26,9 @@ class Quadratic(SingleLevel):
         return 0.5 * a * jnp.sum((x - c) ** 2)
 
 
-def quadratics(curvatures=(1.0, 4.0), centers=(0.0, 1.0), **fields: Unpack[TaskFields]) -> Task:
+def quadratics(
+    curvatures: Sequence[float] = (1.0, 4.0), centers: Sequence[float] = (0.0, 1.0), **fields: Unpack[TaskFields]
+) -> Task:
     """Clients pull towards different centers with different curvatures; the minimiser is sum a c / sum a."""
     constants = (jnp.asarray(curvatures), jnp.asarray(centers))
     return Task.create(Quadratic(), Rows.from_clients(constants=constants), jnp.asarray(0.0), **fields)

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -28,7 +28,7 @@ from nestfed.core.noise import check_secret, convert_to_key, draw_fresh_key, mak
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array, Seed
+from nestfed.core.types import Array, ArrayLike, PyTree, Seed
 from nestfed.engine.cohorts import find_chances
 from nestfed.engine.contract import check_match
 from nestfed.engine.options import Changes, Options, make_key, make_options
@@ -79,7 +79,9 @@ def list_steps_at(algorithm: Algorithm, round: int) -> list[Step]:
 
 
 @functools.partial(jax.jit, static_argnames=("step",))
-def _attempt(algorithm: Algorithm, task: Task, step: Step, index, state, call: Call, answers):
+def _attempt(
+    algorithm: Algorithm, task: Task, step: Step, index: ArrayLike, state: Any, call: Call, answers: Sequence[PyTree]
+) -> dict[str, Any]:
     """Run one step of the task's only client as far as the known answers allow: {"ask": leaves}, or {"done": State,
     "notes": what it noted}. `step` is static and has no index: that is a number."""
     client = make_client(task, make_only_participant(jnp.asarray(task.data.ids)[0]), call)
@@ -202,7 +204,7 @@ class Node:
         share = jnp.asarray(ticket.share, float)
         return Call(self.key, jnp.asarray(ticket.round), ticket.server, share, self.uploads, noise)
 
-    def _begin(self, ticket: Ticket):
+    def _begin(self, ticket: Ticket) -> tuple[int, Any, list[PyTree]]:
         if ticket.round == START:
             return 0, None, []
         if "client" not in self.store:
@@ -219,7 +221,7 @@ class Node:
             )
         return 0, self.algorithm.begin(ticket.server, self._local("client before" if again else "client")), []
 
-    def _go_on(self, ticket: Ticket):
+    def _go_on(self, ticket: Ticket) -> tuple[int, Any, list[PyTree]]:
         frame = self._numbers("frame") if "frame" in self.store else []
         if frame[:2] != [ticket.round, ticket.exchange]:
             raise ProtocolError(
@@ -409,7 +411,15 @@ class Server:
             known,
         )
 
-    def _answer(self, step, state, call, known, answering, weights) -> tuple[Leaves, dict[int, Leaves]]:
+    def _answer(
+        self,
+        step: Step,
+        state: Any,
+        call: Call,
+        known: list[Leaves],
+        answering: Mapping[int, PyTree],
+        weights: Mapping[int, float],
+    ) -> tuple[Leaves, dict[int, Leaves]]:
         """(what the server itself learns from an exchange, the answer to each client)."""
         present = sorted(answering)
         values = [np.stack(leaves) for leaves in zip(*(answering[i] for i in present), strict=True)]
@@ -454,7 +464,18 @@ class Server:
 
 
 @functools.partial(jax.jit, static_argnames=("step",))
-def _answer_clients(algorithm, task, step: Step, index, state, call, known, values, ids, weights):
+def _answer_clients(
+    algorithm: Algorithm,
+    task: Task,
+    step: Step,
+    index: ArrayLike,
+    state: Any,
+    call: Call,
+    known: list[Leaves],
+    values: Leaves,
+    ids: Array,
+    weights: Array,
+) -> tuple[Leaves, Leaves | None]:
     """(common answer, one answer per client or None) to the question that this step asks next."""
     client = make_client(task, make_only_participant(), call)
     try:
@@ -480,7 +501,15 @@ def _answer_clients(algorithm, task, step: Step, index, state, call, known, valu
 
 
 @functools.partial(jax.jit, static_argnames=("steps",))
-def _replay_round(algorithm, task, steps: tuple[Step, ...], server, client, call, log):
+def _replay_round(
+    algorithm: Algorithm,
+    task: Task,
+    steps: tuple[Step, ...],
+    server: Any,
+    client: Any,
+    call: Call,
+    log: list[list[Leaves]],
+) -> Any:
     """The Shared fields after a round, from the answers alone. XLA drops the gradients: nobody asks for them."""
     state = None if server is None else algorithm.begin(server, client)
     for step, answers in zip(steps, log, strict=True):

@@ -166,7 +166,7 @@ class Option:
 class OptionSet:
     """A record of options, which are read and checked when it is made."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, one in list_options(type(self)).items():
             object.__setattr__(self, name, one.read(getattr(self, name)))
 
