@@ -246,7 +246,7 @@ def test_own_banks_in_one_command(call, path, scenario, monkeypatch):
 
     # What is trained goes down.
     trained = TabularModel.load("a/models/fcsg-m-seed0.npz").theta
-    assert surrogate(scenario, setup, trained) < surrogate(scenario, setup, setup.theta) - 0.05
+    assert surrogate(scenario, setup, trained) < surrogate(scenario, setup, setup.theta) - 0.02
 
     # A client without positives keeps its line, with dashes, and the page names it.
     table = Path("a/tables/slices-client.md").read_text()

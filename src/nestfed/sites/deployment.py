@@ -28,7 +28,8 @@ from nestfed.report import write_report
 from nestfed.report.metrics import Metric
 from nestfed.report.record import Record, replace_file
 from nestfed.sites.coordinator import ANSWER, Coordinator, LegResult, Roll, Run, add_up, read_run_id
-from nestfed.sites.engines import choose_engine, open_local
+from nestfed.sites.engines import choose_engine, open_link, open_local
+from nestfed.sites.kits import read_deployment
 from nestfed.sites.link import Link
 from nestfed.sites.masks import MaskedSums, make_mask_key
 from nestfed.sites.problem import write_schema
@@ -305,16 +306,9 @@ def _say_how_to_go_on(command: str) -> Iterator[None]:
         raise Stopped(f"interrupted. Go on with: {command} --resume") from None
 
 
-def run_deployment(
-    folder: Path,
-    settings: Mapping[str, Any],
-    link: Link,
-    names: Sequence[str],
-    *,
-    out: Path | None = None,
-    **how: Any,
-) -> Study:
-    """A run of the deployment in this folder."""
+def run_deployment(folder: Path, settings: Mapping[str, Any], *, out: Path | None = None, **how: Any) -> Study:
+    """A run of the deployment in this folder, over the framework that it was made for."""
+    deployment = read_deployment(folder)
     schema = settings.get("schema") or folder / "schema.toml"
     if not Path(schema).exists():
         raise UserError(
@@ -326,4 +320,5 @@ def run_deployment(
     command = f"nestfed deploy run {shlex.quote(str(folder))} {shlex.quote(str(where / 'settings.toml'))} --out {where}"
     with _say_how_to_go_on(command):
         text = Path(schema).read_text(encoding="utf-8")
-        return run_sites(settings, text, names, link, out=where, command=command, **how)
+        with contextlib.closing(open_link(folder)) as link:
+            return run_sites(settings, text, deployment.sites, link, out=where, command=command, **how)

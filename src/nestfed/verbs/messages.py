@@ -626,7 +626,7 @@ def _run_metrics(
     try:
         return _call_metrics(task.metrics, task, server, client, key, round, id, answers, refusing)
     except _Gathers:
-        return _call_metrics(task.problem.metrics, task, server, client, key, round, id, answers)
+        return _call_metrics(task.mean_metrics, task, server, client, key, round, id, answers)
 
 
 class _Gathers(Exception):

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
@@ -135,9 +133,9 @@ class Prepared:
         """Of a stage, given what the stage before has left."""
         return self.scenario.method(method).stages[stage].task(self.scenario, self.setup, before)
 
-    def leave(self, task: Task, server: Any, client: Any = None) -> Any:
-        """What a stage leaves to the next one; `client` is what this site keeps."""
-        return self.scenario.leave(task, server, jax.tree.map(lambda a: jnp.asarray(a)[None], client))
+    def leave(self, task: Task, server: Any, clients: Any = None) -> Any:
+        """What a stage leaves to the next one."""
+        return self.scenario.leave(task, server, clients)
 
 
 def _pose(settings: Mapping[str, Any], schema: str | Path, data: str) -> Tabular[Any]:
