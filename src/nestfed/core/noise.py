@@ -71,19 +71,19 @@ def compute_chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | 
     everywhere = lambda word: jnp.broadcast_to(jnp.asarray(word, "uint32"), counter.shape)
     start = [everywhere(word) for word in (*_CONSTANTS, *key)] + [counter] + [everywhere(word) for word in nonce]
 
-    def quarter_round(state, a, b, c, d):
+    def quarter_round(state: list[Array], a: int, b: int, c: int, d: int) -> None:
         for into, other, along, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
             state[into] = state[into] + state[other]
             mixed = state[along] ^ state[into]
             state[along] = (mixed << jnp.uint32(bits)) | (mixed >> jnp.uint32(32 - bits))
 
-    def double_round(_, state):
-        state = list(state)
+    def double_round(_: int, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        words = list(state)
         for i in range(4):  # columns
-            quarter_round(state, i, 4 + i, 8 + i, 12 + i)
+            quarter_round(words, i, 4 + i, 8 + i, 12 + i)
         for i in range(4):  # diagonals
-            quarter_round(state, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
-        return tuple(state)
+            quarter_round(words, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
+        return tuple(words)
 
     mixed = lax.fori_loop(0, 10, double_round, tuple(start))
     return jnp.stack([a + b for a, b in zip(mixed, start, strict=True)], axis=-1)
