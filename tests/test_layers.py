@@ -37,7 +37,7 @@ ALIKE = {"fairness", "auprc", "personal", "maml", "privacy"}
 # Functions are named by what they do: these words begin their names (after an underscore), or one of a question.
 VERBS = set(
     """
-    adapt add advance agree align answer append apply ask assign attempt average begin bound call capitalise change
+    adapt add advance agree align answer append apply ask assign attempt average begin bound call capitalise carry change
     check choose claim clip collect combine compare compose compute connect convert convolve correct count crop cut
     deal decide decode deploy derive descend describe divide download draw drop dump embed end escape estimate
     evaluate exchange explain federate fetch fill find finish fit flatten fold follow format gather get group gunzip

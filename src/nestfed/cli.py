@@ -429,6 +429,27 @@ app.add_typer(deploy_group, name="deploy")
 app.add_typer(site_group, name="site")
 
 
+@deploy_group.command("init")
+def make_deployment(
+    folder: Annotated[Path, typer.Argument(help="The new folder of the deployment.")],
+    sites: Annotated[str, typer.Option(help="Names of the sites: berlin,lyon,turin")],
+    engine: Annotated[str, typer.Option(help="flare, or flower for those who run Flower.")] = "flare",
+    server: Annotated[str, typer.Option(help="How sites reach the coordinator's machine.")] = "localhost",
+    port: Annotated[int | None, typer.Option(help="Its port.", show_default="8002 for flare, 8000 for flower")] = None,
+) -> None:
+    """Make keys and start-up kits: a folder for the coordinator, and one to send to each site.
+
+    nestfed deploy init trial --sites berlin,lyon,turin --server fl.example.org
+    """
+    from nestfed.sites.engines import choose_engine
+    from nestfed.sites.kits import make_kits
+
+    choose_engine(engine)
+    made = make_kits(folder, [name.strip() for name in sites.split(",") if name.strip()], engine, server, port)
+    typer.echo(f"send each site its folder, by a way that nobody else reads: {', '.join(made.sites)}", err=True)
+    typer.echo(str(folder / "README.md"))
+
+
 @deploy_group.command("schema")
 def merge_schemas(
     drafts: Annotated[list[Path], typer.Argument(help="The drafts of all sites.")],

@@ -4,14 +4,12 @@ import contextlib
 import importlib.util
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from nestfed.core.settings import UserError
 from nestfed.sites.keeper import Kept, keep
-from nestfed.sites.kits import KIT, make_kits, read_deployment
+from nestfed.sites.kits import find_free_port, make_kits, read_deployment, read_kit
 from nestfed.sites.link import Link, LoopbackLink
 from nestfed.sites.worker import SOCKET
 
@@ -39,16 +37,20 @@ def open_link(folder: Path) -> Link:
         from nestfed.sites.flare import FlareLink
 
         return FlareLink(folder, deployment)
-    raise UserError(f"{folder} is a deployment on {deployment.engine}, which this nestfed cannot run.")
+    from nestfed.sites.flower import FlowerLink
+
+    return FlowerLink(folder, deployment)
 
 
 def start_relay(folder: Path, engine: str, worker: Path) -> Kept:
     """At a site: the framework's process that hands letters to the worker."""
     if engine == "flare":
-        from nestfed.sites.flare import start_site
+        from nestfed.sites import flare
 
-        return start_site(folder, worker)
-    raise UserError(f"{folder} is the kit of a site on {engine}, which this nestfed cannot run.")
+        return flare.start_site(folder, worker)
+    from nestfed.sites import flower
+
+    return flower.start_site(folder, worker)
 
 
 def start_worker(folder: Path, data: Path, environment: Mapping[str, str] | None = None) -> Kept:
@@ -70,24 +72,13 @@ def run_site(folder: Path, data: Path, say: Callable[[str], None]) -> None:
     with contextlib.ExitStack() as stack:
         worker = start_worker(folder, data)
         stack.callback(worker.stop)
-        relay = start_relay(folder, kit["engine"], find_socket(folder))
+        relay = start_relay(folder, kit.engine, find_socket(folder))
         stack.callback(relay.stop)
-        say(f"site {kit['site']}: {data} stays here; {kit['engine']} reaches {kit['server']}:{kit['port']}")
+        say(f"site {kit.site}: {data} stays here; {kit.engine} reaches {kit.server}:{kit.port}")
         say(f"what happens is in {worker.log} and {relay.log}; Ctrl-C ends both")
         while worker.running and relay.running:
             time.sleep(1.0)
         raise UserError(f"a process of this site has ended for good; see {worker.log} and {relay.log}.")
-
-
-def read_kit(folder: Path) -> dict[str, Any]:
-    """What a site's kit says about it."""
-    try:
-        kit = tomllib.loads((folder / KIT).read_text(encoding="utf-8"))
-        return {name: kit[name] for name in ("engine", "site", "server", "port")}
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no {KIT}; give the folder of the kit that this site was sent.") from None
-    except (KeyError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder / KIT} cannot be read ({error}); take that of the kit again.") from None
 
 
 @contextlib.contextmanager
@@ -97,7 +88,7 @@ def open_local(
     """All of a deployment on this machine, for these sites and their files: nothing of it is left at the end."""
     with contextlib.ExitStack() as stack:
         if engine != "direct":
-            deployment = make_kits(folder, list(data), engine=engine, server="localhost", port=port)  # type: ignore
+            deployment = make_kits(folder, list(data), engine, port=port or find_free_port())
             say(f"made keys and certificates for {deployment.server}:{deployment.port}")
         for site, file in data.items():
             worker = start_worker(folder / site, file)

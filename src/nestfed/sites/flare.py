@@ -111,8 +111,10 @@ class FlareLink:
                 self._closing.wait(1.0)
 
     def _start_job(self) -> None:
-        if self._job and not self._has_ended():
-            self._tell("abort", job=self._job)
+        if self._job:
+            with contextlib.suppress(OSError):  # it has ended, or a server that was killed knows nothing of it
+                self._tell("abort", job=self._job)
+            self._job = ""
         sites = self._gather()
         self._missing = dict.fromkeys(self._sites - sites, time.time())
         self._job = self._tell("submit", sites=sorted(sites))

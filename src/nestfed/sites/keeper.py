@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 PAUSE = 1.0  # seconds before what has ended is started again
-LONGEST_PAUSE = 30.0  # ... doubled up to this as long as it ends within these seconds
+LONGEST_PAUSE = 15.0  # ... doubled up to this as long as it ends within these seconds
 PATIENCE = 10.0  # seconds for a keeper to end its tree
 _BECOME_SUBREAPER = 36  # of prctl(2)
 
@@ -103,7 +103,7 @@ def _run(words: Sequence[str], again: bool) -> int:
         if time.monotonic() - began > LONGEST_PAUSE:
             pause = PAUSE
         print(f"keeper: {words[0]} ended with {code}; it is started again in {pause:g} s", flush=True)
-        if _parent_left(pause):
+        if _has_parent_left(pause):
             return 0
         pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -112,7 +112,7 @@ def _wait(child: subprocess.Popen[bytes], ended: int | None) -> int | None:
     """The exit code of the child; None where our standard input ended first."""
     while (code := child.poll()) is None:
         if ended is None:
-            left = _parent_left(0.2)
+            left = _has_parent_left(0.2)
         else:
             ready, _, _ = select.select([sys.stdin, ended], [], [])
             left = sys.stdin in ready
@@ -121,7 +121,7 @@ def _wait(child: subprocess.Popen[bytes], ended: int | None) -> int | None:
     return code
 
 
-def _parent_left(seconds: float) -> bool:
+def _has_parent_left(seconds: float) -> bool:
     """Does our standard input end within this time? Nobody ever writes to it."""
     return bool(select.select([sys.stdin], [], [], seconds)[0])
 

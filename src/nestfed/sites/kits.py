@@ -1,8 +1,8 @@
 """`nestfed deploy init`: keys, certificates and start-up kits for a server, its coordinator and the sites.
 
 For NVIDIA FLARE by its own provisioning, for Flower by `cryptography`. A kit is a folder that is sent to its party and
-to nobody else: it has the party's private key, and a README with the commands to type. Who holds `authority` can make
-kits, so it belongs on no server.
+to nobody else: it has the party's private key, and a README with the commands to type. The key of the authority that
+signs is not kept: nobody can add a party afterwards.
 """
 
 import datetime
@@ -11,11 +11,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import tomli_w
 from cryptography import x509
@@ -25,10 +26,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nestfed.core.settings import UserError
 
-Engine = Literal["flare", "flower"]
-PORTS: dict[Engine, int] = {"flare": 8002, "flower": 8000}  # the ones that the frameworks' documentation has
+PORTS = {"flare": 8002, "flower": 8000}  # the ones that the frameworks' documentation has
 DEPLOYMENT, KIT = "deployment.toml", "nestfed.toml"
-OURS = ("server", "coordinator", "authority")  # folders of a deployment that are no site's
+OURS = ("server", "coordinator")  # folders of a deployment that are no site's
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # FLARE's rule for sites
 USER = "coordinator@nestfed.org"  # as whom the coordinator logs in at FLARE's server: a name, no address
 DAYS = 360  # that certificates are valid: FLARE's default
@@ -55,18 +55,18 @@ RIGHTS = {  # of the coordinator, and nobody has others: no code in jobs, no she
 class Deployment(NamedTuple):
     """What a deployment's folder says."""
 
-    engine: Engine
+    engine: str
     sites: list[str]
     server: str
     port: int
 
 
 def make_kits(
-    folder: Path, sites: Sequence[str], engine: Engine = "flare", server: str = "localhost", port: int | None = None
+    folder: Path, sites: Sequence[str], engine: str = "flare", server: str = "localhost", port: int | None = None
 ) -> Deployment:
     """A deployment's folder with one kit for the server, the coordinator and each site."""
-    if engine not in get_args(Engine):
-        raise UserError(f"--engine {engine} was given; there are: {', '.join(get_args(Engine))}.")
+    if engine not in PORTS:
+        raise UserError(f"--engine {engine} was given; there are: {', '.join(PORTS)}.")
     for site in sites:
         if not NAME.fullmatch(site) or site in OURS:
             raise UserError(
@@ -82,8 +82,8 @@ def make_kits(
     {"flare": _make_flare_kits, "flower": _make_flower_kits}[engine](folder, deployment)
     (folder / DEPLOYMENT).write_bytes(tomli_w.dumps(deployment._asdict()).encode())
     for site in sites:
-        kit = {"engine": engine, "site": site, "server": server, "port": deployment.port}
-        (folder / site / KIT).write_bytes(tomli_w.dumps(kit).encode())
+        kit = Kit(engine, site, server, deployment.port)
+        (folder / site / KIT).write_bytes(tomli_w.dumps(kit._asdict()).encode())
         (folder / site / "README.md").write_text(_write_site_page(deployment, site), encoding="utf-8")
     (folder / "README.md").write_text(_write_coordinator_page(folder, deployment), encoding="utf-8")
     _make_private(folder)
@@ -100,6 +100,32 @@ def read_deployment(folder: Path) -> Deployment:
         ) from None
     except (TypeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{folder / DEPLOYMENT} cannot be read ({error}); give the one of `deploy init`.") from None
+
+
+class Kit(NamedTuple):
+    """What a site's kit says."""
+
+    engine: str
+    site: str
+    server: str
+    port: int
+
+
+def read_kit(folder: Path) -> Kit:
+    try:
+        with (folder / KIT).open("rb") as file:
+            return Kit(**tomllib.load(file))
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {KIT}; give the folder that the coordinator sent (your kit).") from None
+    except (TypeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{folder / KIT} cannot be read ({error}); unpack the kit again.") from None
+
+
+def find_free_port() -> int:
+    """A port of this machine, for a deployment that is all on it."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def _make_private(folder: Path) -> None:
@@ -125,7 +151,7 @@ def _make_flare_kits(folder: Path, deployment: Deployment) -> None:
     ports = {"fed_learn_port": deployment.port, "admin_port": deployment.port}
     project.set_server(deployment.server, "nestfed", {**ports, "host_names": others})
     for site in deployment.sites:
-        project.add_client(site, "nestfed", {"allow_log_streaming": False})
+        project.add_client(site, "nestfed", {})
     project.add_admin(USER, "nestfed", {"role": "lead"})
     builders = [
         WorkspaceBuilder(),
@@ -143,7 +169,6 @@ def _make_flare_kits(folder: Path, deployment: Deployment) -> None:
         shutil.move(kits / USER, folder / "coordinator")
         for site in deployment.sites:
             shutil.move(kits / site, folder / site)
-        shutil.move(Path(work, project.name, "state"), folder / "authority")
     _restrict(folder / "server", AT_SERVER)
     for site in deployment.sites:
         _restrict(folder / site, AT_SITES)
@@ -166,9 +191,10 @@ def _restrict(kit: Path, classes: list[str]) -> None:
     """FLARE's own settings of a party, narrowed to what our job needs."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
-    # Without this, a site's error log would be sent to the server while a job runs.
+    # As provisioned, a site's error log is sent to the server while a job runs.
     components = [part for part in resources["components"] if part["id"] not in ("site_log_streamer", "log_receiver")]
-    resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": classes, "components": components}
+    resources |= {"allow_log_streaming": False, "components": components}
+    resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": classes}
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
     rights = {"format_version": "1.0", "permissions": RIGHTS}
     (local / "authorization.json").write_text(json.dumps(rights, indent=2))
@@ -198,8 +224,6 @@ def _make_flower_kits(folder: Path, deployment: Deployment) -> None:
         .sign(key, hashes.SHA384())
     )
     public = authority.public_bytes(serialization.Encoding.PEM)
-    _write_file(folder / "authority" / "ca.key", _dump_key(key))
-    _write_file(folder / "authority" / "ca.crt", public)
     _write_file(folder / "server" / "ca.crt", public)
     _write_file(folder / "server" / "server.pem", certificate.public_bytes(serialization.Encoding.PEM))
     _write_file(folder / "server" / "server.key", _dump_key(own))
@@ -257,9 +281,76 @@ def _write_file(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+# ------------------------------------------------------------------------------------------------- what people read
+
+
 def _write_site_page(deployment: Deployment, site: str) -> str:
-    return ""
+    engine, address = deployment.engine, f"{deployment.server}:{deployment.port}"
+    return f"""# The kit of {site}
+
+With this folder {site} takes part in a training run. Its rows stay here; `docs/site.md` of nestfed says exactly what
+leaves. **The folder holds a private key: whoever has it is {site}.** Give it to nobody, and keep it readable by you
+alone (`chmod -R go-rwx .`). The keys end after {DAYS} days.
+
+1. Install, with Python 3.11 or newer, on a machine of this site that has the rows and may open connections to
+   {address} (nobody connects to it; {_SAYS_SECURITY[engine]}):
+
+       pip install 'nestfed[{engine}]'
+
+2. Draft the schema of the table (names, kinds and levels of columns; no statistics), read it, and send it to the
+   coordinator, who sends back the one on which all agree:
+
+       nestfed site schema --data my.csv --label ... --out {site}.toml
+
+3. Start, and leave it running until the coordinator says that all is done; Ctrl-C ends it. It may be started again at
+   any time:
+
+       nestfed site start . --data my.csv
+
+{_SAYS_CODE[engine]}
+"""
+
+
+_SAYS_SECURITY = {
+    "flare": "TLS with certificates on both sides",
+    "flower": "TLS, and the server knows this site by its key",
+}
+_SAYS_CODE = {
+    "flare": """No code comes from outside. A job of NVIDIA FLARE is a configuration here: `local/authorization.json`
+refuses code in jobs (`byoc`), shell commands and downloads, and `local/resources.json` allows the two classes that a job
+may name. Leave them as they are.""",
+    "flower": """Flower sends the code of an app along, and this machine runs it: here three lines that import what
+nestfed has installed. **Whoever reaches the port of the SuperLink can start an app, and so run code here as your user**:
+Flower asks for no account. Ask the coordinator who reaches it, and run this kit as a user who can read these rows and
+nothing else.""",
+}
+
+
+_SAYS_PORT = {"flare": "", "flower": ", and nobody else: who reaches it can start apps at the sites"}
 
 
 def _write_coordinator_page(folder: Path, deployment: Deployment) -> str:
-    return ""
+    engine, sites = deployment.engine, ", ".join(deployment.sites)
+    mine = "`server` and `coordinator`" if engine == "flare" else "`server`"
+    return f"""# A deployment on {"NVIDIA FLARE" if engine == "flare" else "Flower"}: {sites}
+
+This folder was made by `nestfed deploy init`. Every folder in it that is named after a site is that site's kit and
+holds its private key: send it to that site alone, by a way that nobody else reads, and delete it here. What is left
+({mine}) stays with the coordinator. The keys end after {DAYS} days, and no site can be added: make a new deployment.
+
+1. On this machine, which the sites must reach as {deployment.server}, port {deployment.port} (TCP){_SAYS_PORT[engine]}:
+
+       pip install 'nestfed[{engine}]'
+
+2. Every site sends the draft of its schema; merge them, and send the result to all:
+
+       nestfed deploy schema {" ".join(f"{site}.toml" for site in deployment.sites)} --out schema.toml
+
+3. When the sites say that they have started (their README has the command), run. Settings are those of `nestfed run`:
+
+       nestfed deploy run . settings.toml
+
+   The run's folder has the history, the models and a report. It can be interrupted and goes on with `--resume`.
+
+To rehearse all of it on one machine: `nestfed deploy local fairness --sites {len(deployment.sites)} --engine {engine}`.
+"""
