@@ -317,12 +317,12 @@ _SAYS_SECURITY = {
 }
 _SAYS_CODE = {
     "flare": """No code comes from outside. A job of NVIDIA FLARE is a configuration here: `local/authorization.json`
-refuses code in jobs (`byoc`), shell commands and downloads, and `local/resources.json` allows the two classes that a job
-may name. Leave them as they are.""",
+refuses code in jobs (`byoc`), shell commands and downloads, and `local/resources.json` allows the two classes that a
+job may name. Leave them as they are.""",
     "flower": """Flower sends the code of an app along, and this machine runs it: here three lines that import what
-nestfed has installed. **Whoever reaches the port of the SuperLink can start an app, and so run code here as your user**:
-Flower asks for no account. Ask the coordinator who reaches it, and run this kit as a user who can read these rows and
-nothing else.""",
+nestfed has installed. **Whoever reaches the port of the SuperLink can start an app, and so run code here as your
+user**: Flower asks for no account. Ask the coordinator who reaches it, and run this kit as a user who can read these
+rows and nothing else.""",
 }
 
 
