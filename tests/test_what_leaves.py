@@ -164,6 +164,21 @@ def test_a_site_that_has_keys_tells_nothing_unmasked_and_one_without_refuses_mas
         run_between(tmp_path, link, SAID, "fedavg", masked=True)
 
 
+@pytest.mark.parametrize(
+    ("said", "method", "reason"),
+    [
+        ({"task": "fairness"}, "fcfl", "FCFL gathers clients' values"),
+        ({"task": "robust"}, "feddro", "FedDRO takes means of numbers with a common exponent"),
+    ],
+)
+def test_what_sums_cannot_answer_is_refused_before_anybody_is_asked(said, method, reason, tmp_path):
+    cut(named_people(), tmp_path)
+    link = federate(tmp_path, masked=True)
+    with pytest.raises(UserError, match=reason):
+        run_between(tmp_path, link, said | {"batch_size": 4}, method, masked=True)
+    assert {tuple(unpack(answer).header) for _, answer in link.heard} == {(), ("wire", "nestfed", "precision", "open")}
+
+
 @pytest.mark.parametrize(("task", "method"), [("robust", "fedavg"), ("auprc", "fedavg")])
 def test_metrics_that_would_gather_rows_are_means_instead(task, method, tmp_path):
     cut(named_people(), tmp_path)

@@ -281,6 +281,8 @@ class Coordinator:
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
         # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
+        if masks is not None:
+            self.server.check_masked(len(roll.names))
         self.fewest = 1 if masks is None else FEWEST  # sites that a sum takes
         self.once = masks is not None or any(transform.noisy for transform in list_transforms(options.uploads))
 

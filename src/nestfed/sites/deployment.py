@@ -167,13 +167,13 @@ def _run_method(
         result = central.train(progress, title)
         price = cost.measure(algorithm, central.task, options)
         left = prepared.leave(task, result.output)
-        trace = trace.extend(_record_stage(stage.name, options, result, price, task), left, FINISHED, {})
+        trace = trace.extend(_trace_stage(stage.name, options, result, price, task), left, FINISHED, {})
         earlier += [np.asarray(a) for a in jax.tree.leaves(result.output)]
         final = {name: float(value) for name, value in result.final.items() if np.ndim(value) == 0}
     return trace, final
 
 
-def _record_stage(name: str, options: Any, result: LegResult, price: cost.Cost, task: Any) -> StageTrace:
+def _trace_stage(name: str, options: Any, result: LegResult, price: cost.Cost, task: Any) -> StageTrace:
     return StageTrace(
         name,
         options.need_rounds(),

@@ -448,7 +448,7 @@ class Tabular(Scenario[Setup]):
         **fields: Any,
     ) -> TabularTask:
         """The task of solving this problem on a seed's rows from this start."""
-        usual = setup.weigh_clients(self.options.averaging)
+        usual = setup.weigh_clients(self.options.client_weights)
         weights = usual if averaging is None else setup.weigh_clients(averaging)
         # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
         # mean with the usual weights.
