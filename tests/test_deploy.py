@@ -25,8 +25,8 @@ from nestfed.verbs.messages import (
     ProtocolError,
     Server,
     Ticket,
-    select_client,
     remove_rows,
+    select_client,
 )
 
 RAGGED = (5, 9, 7)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import shared_data
+from site_tables import SITES, cut, draft, people
 
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
@@ -20,11 +20,9 @@ from nestfed.data import Encoder, read_table
 from nestfed.data.files import read_by_schema
 from nestfed.data.schema import CATEGORY, CONSTANT, LEFT_OUT, NUMBER, ColumnRule, Schema, merge_schemas
 from nestfed.data.sums import LARGEST, Sums
-from nestfed.data.table import draft_schema
 from nestfed.workbench.request import Request
 from nestfed.workbench.site_setup import Preparation, Prepared, ServerSetup, SiteSetup
 
-SITES = ("a", "b", "c")
 FAIR = {"task": "fairness", "batch_size": 4}
 
 
@@ -56,13 +54,6 @@ def test_sums_by_place_and_what_is_too_large():
 
 
 # ------------------------------------------------------------------------------------------------- drafts and merging
-
-
-def draft(frame: pd.DataFrame, folder: Path, name: str, **roles) -> Schema:
-    frame.to_csv(folder / f"{name}.csv", index=False)
-    return draft_schema(
-        read_table(folder / f"{name}.csv", alone=False, **{"label": "ill", "positive": "yes"} | roles), 4
-    )
 
 
 def test_a_draft_has_names_and_levels_and_no_statistics(tmp_path):
@@ -211,21 +202,6 @@ def test_drafts_and_agreement_on_the_command_line(call, tmp_path):
 # ------------------------------------------------------------------------------------------------- sites and one table
 
 
-def cut(frame: pd.DataFrame, folder: Path, *, ranges: Mapping[str, tuple] | None = None, **roles) -> None:
-    """A file for every value of `site`, in order, the schema that they agree on, and all rows in one file."""
-    roles = {"group": "sex", "label": "ill", "positive": "yes"} | roles
-    frame.to_csv(folder / "joined.csv", index=False)
-    drafts = {}
-    for name in SITES:
-        own = frame[frame["site"] == name].drop(columns="site")
-        drafts[name] = draft(own, folder, name, **roles)
-    merged = merge_schemas(drafts)
-    for name, range in (ranges or {}).items():
-        rule = dataclasses.replace(merged.columns[name], range=range)
-        merged = dataclasses.replace(merged, columns={**merged.columns, name: rule})
-    (folder / "schema.toml").write_text(merged.to_toml())
-
-
 def add_up(parties: list[Preparation]) -> list[np.ndarray]:
     sums: list[np.ndarray] = []
     for _ in range(Preparation.EXCHANGES):
@@ -261,25 +237,6 @@ def part_of(task: Task, k: int) -> Task:
     """What one client holds of a task on all rows; the size of the largest client is everybody's."""
     own = dataclasses.replace(task.data.only(k), largest=task.data.largest)
     return dataclasses.replace(task, data=own, weights=np.ones(1))
-
-
-def people(rows: int, seed: int) -> pd.DataFrame:
-    random = np.random.default_rng(seed)
-    frame = pd.DataFrame(
-        {
-            "age": random.normal(50, 20, rows).round(1),
-            "income": np.where(random.random(rows) < 0.2, np.nan, np.exp(random.normal(9, 3, rows))),
-            "town": random.choice(list("pqrst"), rows),
-            "smokes": random.choice(["no", "yes", None], rows),
-            "sex": random.choice(["m", "f"], rows),
-            "visits": random.integers(0, 3, rows),
-        }
-    )
-    site = np.sort(np.r_[np.repeat(range(3), 12), random.choice(3, rows - 36, p=[0.2, 0.1, 0.7])])
-    frame["ill"] = np.where(random.random(rows) < 0.1 + 0.4 * (site == 2), "yes", "no")
-    frame.loc[site == 1, "ill"] = "no"  # one site has one class only
-    frame.loc[site == 0, "town"] = "p"  # and one a single town
-    return frame.assign(site=np.array(SITES)[site])
 
 
 @settings(max_examples=5, deadline=None)

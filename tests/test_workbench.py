@@ -459,5 +459,5 @@ def test_a_scenario_that_lacks_a_part_cannot_be_made():
         def set_up(self, seed):
             return None
 
-    with pytest.raises(TypeError, match="abstract methods? .*evaluate.*holdings.*make_model.*summary"):
+    with pytest.raises(TypeError, match="abstract methods? .*count_holdings.*evaluate.*make_model.*summarise"):
         Half(FairnessOptions())

@@ -1,12 +1,15 @@
 """Gradients that are shortened: how it is done, and what methods have in common whose papers do not ask for it."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 
-from nestfed.core.algorithm import Algorithm
+from nestfed.core.algorithm import Algorithm, Fed
 from nestfed.core.settings import setting, struct
+from nestfed.core.types import Array, ArrayLike
 
 
-def clip_together(parts, limit):
+def clip_together(parts: Sequence[Array], limit: ArrayLike) -> tuple[tuple[Array, ...], Array]:
     """(the vectors, shortened together where their common norm is above `limit`; 1.0 if it was)."""
     norm = jnp.sqrt(sum(jnp.vdot(a, a) for a in parts))
     over = norm > limit
@@ -22,7 +25,7 @@ class MayClip(Algorithm):
         "largest norm of a step's gradient; longer ones are shortened. None: as in the paper", default=None, above=0
     )
 
-    def shorten(self, gradient, fed):
+    def shorten(self, gradient: Array, fed: Fed) -> Array:
         """Return the gradient, shortened where its norm is above `clip`, and note how often it was."""
         if self.clip is None:
             return gradient

@@ -11,6 +11,7 @@ from nestfed.algorithms.clipping import clip_together
 from nestfed.core.algorithm import Algorithm, Phase
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.types import Array
 
 
 def count_classes(problem, u, v, sample) -> int:
@@ -34,7 +35,7 @@ class PersonalMethod(Algorithm):
 
     family = "personalised"
 
-    def descend(self, s, lr, fed, **gradients):
+    def descend(self, s, lr, fed, **gradients: Array):
         """A step of the fields of these names along their gradients, which are shortened together."""
         shortened, over = clip_together(tuple(gradients.values()), self.clip)
         fed.note("clipped_share", over)

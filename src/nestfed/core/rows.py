@@ -119,7 +119,7 @@ class ClientRows:
         each = functools.partial(jax.tree.map, is_leaf=is_scaled)  # Scaled numbers know their own arithmetic
         nothing = lambda a: Scaled.zeros(a) if is_scaled(a) else jnp.zeros(a.shape, a.dtype)
 
-        def add_block(b, total):
+        def add_block(b: Any, total: PyTree) -> PyTree:
             mean = function(self.as_batch(self.take(b * block + positions)))
             return each(lambda s, m: s + block * m, total, mean)
 
@@ -144,7 +144,7 @@ class ClientRows:
         block = min(rows_at_once, self.largest)
         positions = jnp.arange(block, dtype=self.offset.dtype)
 
-        def one_block(b):
+        def one_block(b: Any) -> PyTree:
             mine = b * block + positions
             rows = _take_all_rows(self.columns, self.offset, self.size, mine)
             return function(self.as_batch(rows), jnp.where(mine < self.size, 1 / self.size.astype(float), 0.0))
@@ -155,14 +155,16 @@ class ClientRows:
 
 
 @functools.partial(jax.jit, static_argnames=("count",))
-def _draw_rows(columns, offset, size, key, count):  # under jit for its name, by which `cost.measure` counts samples
-    # In bounds by construction; the promise spares a comparison per element.
+def _draw_rows(columns: PyTree, offset: Array, size: Array, key: Array, count: int) -> PyTree:
+    # Under jit for its name, by which `cost.measure` counts samples. In bounds by construction; the promise spares a
+    # comparison per element.
     rows = offset + draw_indices(key, count, size)
     return jax.tree.map(lambda column: column.at[rows].get(mode="promise_in_bounds"), columns)
 
 
 @jax.jit
-def _take_all_rows(columns, offset, size, positions):  # under jit for its name, as above
+def _take_all_rows(columns: PyTree, offset: Array, size: Array, positions: Array) -> PyTree:
+    # Under jit for its name, as above.
     return jax.tree.map(lambda column: jnp.asarray(column)[offset + jnp.minimum(positions, size - 1)], columns)
 
 

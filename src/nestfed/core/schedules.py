@@ -18,7 +18,7 @@ class PowerDecay:
     offset: float = 1.0
     slope: float = 1.0
 
-    def __call__(self, t):
+    def __call__(self, t: Array) -> Array:
         return self.scale / (self.offset + self.slope * t) ** self.power
 
 
@@ -30,7 +30,7 @@ class StepDecay:
     at: float
     factor: float = 0.1
 
-    def __call__(self, t):
+    def __call__(self, t: Array) -> Array:
         return self.scale * jnp.where(t < self.at, 1.0, self.factor)
 
 
@@ -40,11 +40,11 @@ class Schedule:
 
     function: Callable[[Array], Array] = static()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not callable(self.function):
             raise UserError(f"Schedule: function={self.function!r} was given; give a function of the step index.")
 
-    def __call__(self, t):
+    def __call__(self, t: Array) -> Array:
         return self.function(t)
 
 

@@ -10,7 +10,7 @@ import math
 import numbers
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypedDict, TypeVar, dataclass_transform
 
 
 class UserError(ValueError):
@@ -33,6 +33,17 @@ def suggest(name: str, known: Iterable[str], text: str = "; did you mean {!r}?",
     lower = {one.lower(): one for one in known}
     found = difflib.get_close_matches(str(name).lower(), lower, n=1)
     return text.format(lower[found[0]]) if found else otherwise
+
+
+class Rules(TypedDict, total=False):
+    """What a setting may be, for calls that hand it on to `setting`."""
+
+    above: float | None
+    at_least: float | None
+    at_most: float | None
+    below: float | None
+    choices: Sequence[Any] | None
+    static: bool
 
 
 def setting(

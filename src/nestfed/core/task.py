@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self, TypedDict
 
 import numpy as np
 
@@ -10,6 +10,16 @@ from nestfed.core.algorithm import Fed
 from nestfed.core.rows import ClientRows, Rows, read_whole_numbers
 from nestfed.core.settings import UserError, static, struct, suggest, validate
 from nestfed.core.types import AnyArray, Array, PyTree
+
+Weights = str | Sequence[float] | AnyArray  # "uniform", "samples", or a number for every client
+
+
+class TaskFields(TypedDict, total=False):
+    """What every task has beside its problem, for functions that make one and hand this on to `Task.create`."""
+
+    weights: Weights
+    batch_size: int
+    local_steps: Sequence[int] | None
 
 
 @struct
@@ -34,11 +44,11 @@ class Task:
         data: Rows,
         params: PyTree,
         *,
-        weights: Any = "uniform",
+        weights: Weights = "uniform",
         batch_size: int = 1,
         local_steps: Sequence[int] | None = None,
         **fields: Any,
-    ):
+    ) -> Self:
         """Check everything once, flatten the starting point, and return the task.
 
         `params` is the tree of the only variable, or a tuple with one tree per variable of the problem.
@@ -102,8 +112,12 @@ class Task:
         """What a run records, again as a client program; the default is the problem's objective over all rows."""
         return self.problem.metrics(server, client, data, fed)
 
+    def mean_metrics(self, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
+        """What a run records where `metrics` would gather clients' values and may not: `fed.mean` alone is allowed."""
+        return self.problem.metrics(server, client, data, fed)
 
-def _check_weights(weights: Any, data: Rows) -> np.ndarray:
+
+def _check_weights(weights: Weights, data: Rows) -> np.ndarray:
     if isinstance(weights, str):
         if weights not in ("uniform", "samples"):
             raise UserError(f"weights={weights!r} was given; use 'uniform', 'samples' or one number per client.")

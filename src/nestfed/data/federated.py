@@ -158,7 +158,7 @@ def deal_table(
         validation = rules.draw_proportional_validation(strata, client, ~test, seed, validation_fraction, owner)
     if not balanced and validation_fraction is None:
         number = np.bincount(client[validation], minlength=client.max() + 1)
-        validation = rules.plain_validation(client, ~test, number, seed, owner)
+        validation = rules.draw_plain_validation(client, ~test, number, seed, owner)
     part = np.select([test, validation], [TEST, VALIDATION], TRAIN).astype(np.int8)
     _check_clients(client, part, label if needed else None, client_names)
     frame = table.frame.reindex(columns=table.features(without=() if keep_group else group_columns))

@@ -338,7 +338,7 @@ def draw_proportional_validation(
     return _draw_validation(cell, available, number, seed, owner)
 
 
-def plain_validation(
+def draw_plain_validation(
     client: np.ndarray, available: np.ndarray, number: np.ndarray, seed: int, owner: np.ndarray | None = None
 ) -> np.ndarray:
     """Mask of so many validation rows per client, whatever their groups."""

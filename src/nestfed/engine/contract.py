@@ -17,7 +17,7 @@ from nestfed.core.jax_internals import NotCommonError, prove_common
 from nestfed.core.noise import draw_fresh_key
 from nestfed.core.settings import UserError, check_registered, validate
 from nestfed.core.task import Task
-from nestfed.engine.cohorts import list_participants
+from nestfed.engine.cohorts import Participant, list_participants
 from nestfed.engine.rounds import Plan, make_collective, start_all
 from nestfed.engine.steps import (
     START,
@@ -161,12 +161,12 @@ def _find_leak(inputs: Inputs, start: Call, round: Call, notes: tuple[str, ...])
     algorithm, task = inputs.algorithm, inputs.task
     everybody = list_participants(task)
 
-    def begin(place):
+    def begin(place: Participant) -> Any:
         return take_step(algorithm, task, START, None, make_client(task, place, start), start, make_collective(place))[
             0
         ]
 
-    def one_round(pair):
+    def one_round(pair: tuple[Any, Participant]) -> Any:
         client, place = pair
         return run_round(algorithm, task, client, place, round, make_collective(place), make_no_notes(notes))[0]
 

@@ -22,7 +22,7 @@ from nestfed.core.rows import Rows
 from nestfed.core.scaled import Scaled, is_scaled
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import AnyArray, Array, PyTree
 from nestfed.engine.cohorts import Participant
 
 AXIS = "devices"
@@ -65,7 +65,7 @@ class Blocks:
             own = [np.arange(o, o + s) for o, s in zip(offsets[first:last], sizes[first:last], strict=True)]
             return np.resize(np.concatenate([*own, offsets[:1]] if first == last else own), room)
 
-        def lay(column):
+        def lay(column: AnyArray) -> Array:
             column = np.asarray(column)
             kind = jax.dtypes.canonicalize_dtype(column.dtype)
             part = lambda index: column[pool_of((index[0].start or 0) // room)].astype(kind)
@@ -78,7 +78,7 @@ class Blocks:
     def lay(self, tree: PyTree) -> PyTree:
         """Leaves [clients, ...] from the host, each client's at its owner."""
 
-        def one(leaf):
+        def one(leaf: Any) -> Any:
             leaf = np.asarray(leaf)
             ghosts = np.zeros((self.size * self.mesh.size - self.clients, *leaf.shape[1:]), leaf.dtype)
             whole = np.concatenate([leaf, ghosts])
@@ -92,7 +92,7 @@ class Blocks:
     def collect(self, tree: PyTree) -> PyTree:
         """Leaves [clients, ...] on the host of every process, in the task's order and without ghosts."""
 
-        def one(leaf):
+        def one(leaf: Any) -> Any:
             if leaf.is_fully_addressable:
                 return np.asarray(leaf)[: self.clients]
             return multihost_utils.process_allgather(leaf, tiled=True)[: self.clients]
@@ -152,6 +152,26 @@ class Blocks:
             weight=jnp.where(here, own.weight, 0),
         )
         return own, index, jnp.maximum(here.sum(), 1)
+
+
+@jax.tree_util.register_static
+class RowsElsewhere:
+    """In place of the columns of a task's pool, for metrics: no device has everybody's rows."""
+
+    def __getitem__(self, name: Any) -> Any:
+        raise UserError(
+            "a metric reads task.data.columns, the rows of all clients, but on several devices each has its own "
+            "clients' alone: read the client's rows from its `data` (data.take, data.average), and pass what is found "
+            "through fed.mean or fed.gather."
+        )
+
+    def __iter__(self) -> Any:
+        return self[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions, such as whether it can be copied
+            raise AttributeError(name)
+        return self[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +235,7 @@ def _add_scaled(shifts: Array, values: Array) -> Scaled:
 def _change_rows(task: Task, change: Callable[[Rows], Rows], rest: Callable[[Any], Any] = lambda a: a) -> Task:
     """The task with other rows: its own, and all that a task of more than one pool has of the same clients."""
 
-    def one(node):
+    def one(node: Any) -> Any:
         if isinstance(node, Rows) and node.clients == task.clients:
             return change(node)
         return rest(node)

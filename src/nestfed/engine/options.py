@@ -93,7 +93,7 @@ class Options:
     title: str | None = None
     watch: Watch | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         validate(self)
         if self.evaluate_every is not None:
             check_positive("evaluate_every", self.evaluate_every)

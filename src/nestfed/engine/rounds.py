@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.random import bernoulli
 
-from nestfed.core.algorithm import Algorithm, Cohort, Fed, reply_with_all
+from nestfed.core.algorithm import Algorithm, Cohort, Fed, Reply, reply_with_all
 from nestfed.core.jax_internals import NotCommonError, prove_common
 from nestfed.core.randomness import METRICS, OUTPUT, fold
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import Array, ArrayLike, PyTree
 from nestfed.engine.cohorts import (
     CohortRule,
     Participant,
@@ -30,7 +30,7 @@ from nestfed.engine.cohorts import (
     list_participants,
     show_cohort,
 )
-from nestfed.engine.devices import AXIS, COMMON, OWN, Blocks, SpreadCohort
+from nestfed.engine.devices import AXIS, COMMON, OWN, Blocks, RowsElsewhere, SpreadCohort
 from nestfed.engine.steps import (
     NUMBERS,
     SQUARES,
@@ -42,6 +42,7 @@ from nestfed.engine.steps import (
     Expected,
     Inputs,
     Notes,
+    Phase,
     Treatment,
     add_notes,
     average_by_weight,
@@ -108,14 +109,14 @@ def make_collective(
     """The exchange of clients that run side by side under vmap(axis_name="clients")."""
     side_by_side = lambda a: lax.all_gather(a, "clients")
 
-    def mean(tree, treatment):
+    def mean(tree: PyTree, treatment: Treatment | None) -> PyTree:
         answer = average_over_clients(tree, place.weight, expected, spread)
         if treatment is None:
             return answer
         weights = side_by_side(place.weight) if spread is None else spread.participants.weight
         return treatment(answer, find_largest_share(weights, expected))
 
-    def gather(tree, reply, key):
+    def gather(tree: PyTree, reply: Reply, key: Array) -> PyTree:
         values = jax.tree.map(lambda a: side_by_side(jnp.asarray(a)), tree)
         if spread is not None:
             return reply(spread.gather(values), show_cohort(spread.participants), place.slot, key)
@@ -176,7 +177,7 @@ def _take_first_turns(take_turn: Callable, carry: PyTree, turns: int, count: Arr
     shapes = jax.eval_shape(take_turn, carry, jnp.asarray(0))[1]
     blank = jax.tree.map(lambda a: jnp.zeros((turns, *a.shape), a.dtype), shapes)
 
-    def body(turn, both):
+    def body(turn: Array, both: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         carry, results = both
         carry, mine = take_turn(carry, turn)
         return carry, jax.tree.map(lambda a, b: a.at[turn].set(b), results, mine)
@@ -208,7 +209,7 @@ class _Replays(NamedTuple):
             mapped = [answer for own, answer in answers if own]
 
             @jax.jit  # traced once for both its uses
-            def one_client(inputs):
+            def one_client(inputs: tuple[PyTree, list[PyTree]]) -> PyTree:
                 argument, mine = inputs
                 mine = iter(mine)
                 try:
@@ -241,12 +242,12 @@ class _Replays(NamedTuple):
         return True, jax.vmap(lambda slot: reply(values, cohort, slot, self.key))(self.participants.slot)
 
 
-def start_all(inputs: Inputs, plan: Plan):
+def start_all(inputs: Inputs, plan: Plan) -> tuple[Any, Any]:
     """(server, clients) after init, in which all clients take part."""
     algorithm, task = inputs.algorithm, inputs.task
     call = Call(inputs.key, jnp.asarray(-1), None, jnp.ones(()), inputs.uploads, inputs.noise)
 
-    def init(place, exchange):
+    def init(place: Participant, exchange: Exchange) -> tuple[Any, Any]:
         client = make_client(task, place, call)
         return algorithm.split(take_step(algorithm, task, START, None, client, call, exchange)[0])
 
@@ -277,10 +278,10 @@ def _run_together(
     call: Call,
     notes: Notes,
     spread: SpreadCohort | None,
-):
+) -> tuple[Any, Any, Any, Notes]:
     """A round with the cohort side by side: (server, clients' Local parts, states before the last step, notes)."""
 
-    def one_client(client, place):
+    def one_client(client: Any, place: Participant) -> tuple[Any, Any, Any, Notes]:
         exchange = make_collective(place, call.expected, spread)
         state, before, noted = run_round(algorithm, task, client, place, call, exchange, notes)
         return *algorithm.split(state), before, noted
@@ -298,7 +299,7 @@ def _run_in_turn(
     spread: SpreadCohort | None,
     chunk: int,
     count: Array | None,
-):
+) -> tuple[Any, Any, Any, Notes]:
     """The same round client after client: phases without an exchange in one go, the others in passes."""
     number = participants.slot.size
     everyone_s = jax.tree.map(lambda a: jnp.broadcast_to(a, (number, *a.shape)), notes)
@@ -308,7 +309,7 @@ def _run_in_turn(
     for phase in list_phases(algorithm):
         before = carry[0]
 
-        def take(index, mine, exchange, phase=phase):
+        def take(index: ArrayLike, mine: PyTree, exchange: Exchange, phase: Phase = phase) -> tuple[Any, Notes]:
             (state, notes), place, key = mine
             client = Client(task.data.client(place.position), place, key)
             state, noted = take_step(algorithm, task, phase.step(index), state, client, call, exchange)
@@ -317,7 +318,7 @@ def _run_in_turn(
         with_places = lambda carry: (carry, participants, keys)
         if _does_exchange(lambda: take(phase.first, jax.tree.map(lambda a: a[0], with_places(carry)), replay([]))):
 
-            def step(index, carry, take=take):
+            def step(index: ArrayLike, carry: tuple[Any, Notes], take: Callable = take) -> tuple[Any, Notes]:
                 treatments = functools.partial(make_treatment, call, index)
                 key = make_shared_key(call, index)
                 replays = _Replays(
@@ -328,7 +329,7 @@ def _run_in_turn(
             carry = repeat(phase, step, carry)
         else:
 
-            def whole_phase(each, block, phase=phase, take=take):
+            def whole_phase(each: Callable, block: PyTree, phase: Phase = phase, take: Callable = take) -> PyTree:
                 step = lambda index, carry: each(
                     lambda own, mine: take(index, (own, *mine[1:]), replay([])), carry, block
                 )
@@ -366,7 +367,7 @@ def _run_one_round(inputs: Inputs, run: Run, round: Array, chances: Array, plan:
         everybody = SpreadCohort(blocks, participants, blocks.size)
         return _run_participants(inputs, run, round, plan, call, blocks.take_all_own(participants), None, everybody)
 
-    def with_room(room: int):
+    def with_room(room: int) -> tuple[Run, dict[str, Any]]:
         own, index, count = blocks.take_some_own(participants, room)
         spread = SpreadCohort(blocks, participants, room)
         return _run_participants(inputs, run, round, plan, call, own, index, spread, count)
@@ -506,10 +507,11 @@ def _evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
     sizes = jnp.asarray(task.data.sizes)
     by_size = jnp.argsort(sizes if spread is None else sizes[everybody.position])
     # On several devices the pool is that of one: a metric that reaches for it, past its own rows, must not get it.
-    seen = task if spread is None else dataclasses.replace(task, data=dataclasses.replace(task.data, columns=None))
+    elsewhere = dataclasses.replace(task.data, columns=RowsElsewhere())
+    seen = task if spread is None else dataclasses.replace(task, data=elsewhere)
     common_key = fold(inputs.key, METRICS)
 
-    def program(argument, exchange):
+    def program(argument: tuple[Participant, Any, Any], exchange: Exchange) -> dict[str, Array]:
         place, client, before = argument
         fed = Fed(
             **make_words(exchange, common_key),
@@ -627,7 +629,7 @@ def _advance(inputs: Inputs, run: Run, first: Array, rounds: Array, plan: Plan) 
         "notes": {name: jnp.zeros((CAPACITY, 2)) for name in plan.columns},
     }
 
-    def body(i, carry):
+    def body(i: Array, carry: tuple[Run, dict[str, Any]]) -> tuple[Run, dict[str, Any]]:
         run, rows = carry
         round = first + i
         run, recorded = _run_one_round(inputs, run, round, chances, plan)

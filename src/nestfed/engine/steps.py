@@ -98,7 +98,7 @@ class Phase(NamedTuple):
     repeats: int
     sync: bool  # does its last step end the round?
 
-    def step(self, index: Any) -> "Step":
+    def step(self, index: ArrayLike) -> "Step":
         return Step(self.number, index, self.sync)
 
 
@@ -146,7 +146,7 @@ def make_client(task: Task, place: Participant, call: Call) -> Client:
     return Client(task.data.client(place.position), place, fold(call.key, stream, call.round + 1, place.id))
 
 
-def make_only_participant(id: Any = 0, share: Any = 1.0) -> Participant:
+def make_only_participant(id: ArrayLike = 0, share: ArrayLike = 1.0) -> Participant:
     """The place of a client that has nobody beside it."""
     zero = jnp.asarray(0)
     return Participant(zero, jnp.asarray(id), zero, jnp.ones(()), jnp.asarray(share, float))
@@ -195,7 +195,7 @@ def run_round(
     state, before = algorithm.begin(call.server, local), None
     for phase in list_phases(algorithm):
 
-        def take(index, pair, phase=phase):
+        def take(index: ArrayLike, pair: tuple[Any, Notes], phase: Phase = phase) -> tuple[Any, Notes]:
             state, noted = take_step(algorithm, task, phase.step(index), pair[0], client, call, exchange)
             return state, add_notes(pair[1], noted)
 
@@ -216,7 +216,7 @@ def make_draws(task: Task, client: Client, step: ArrayLike) -> Callable[[Any], S
     known: dict[int, Sample] = {}
     level = find_trace_level()
 
-    def draw(j) -> Sample:
+    def draw(j: ArrayLike) -> Sample:
         if isinstance(j, int) and j in known:
             return known[j]
         key = lambda number: fold_pair(client.key, step, number)
@@ -228,7 +228,7 @@ def make_draws(task: Task, client: Client, step: ArrayLike) -> Callable[[Any], S
     return draw
 
 
-def make_shared_key(call: Call, index: Any) -> Array:
+def make_shared_key(call: Call, index: ArrayLike) -> Array:
     """The key of a step that all clients know."""
     return fold(call.key, SHARED, call.round + 1, index)
 
@@ -243,7 +243,7 @@ class _NoteBook:
         self.values: Notes = {}
         self.level = find_trace_level()
 
-    def note(self, name: str, value: Any) -> None:
+    def note(self, name: str, value: ArrayLike) -> None:
         if find_trace_level() != self.level:
             raise UserError(
                 f"fed.note({name!r}, ...) was called inside a loop or transformation of a step; return the value from "
@@ -258,7 +258,7 @@ class _NoteBook:
 class Transit:
     """What happens to one client's uploads in one step, exchange after exchange: the same in all engines."""
 
-    def __init__(self, call: Call, index: Any, id: Array, notes: _NoteBook):
+    def __init__(self, call: Call, index: ArrayLike, id: Array, notes: _NoteBook):
         self.call, self.index, self.notes, self.number = call, index, notes, 0
         # The run's seed draws what may be known, such as which numbers of an upload are sent.
         own = lambda key: fold(key, UPLOAD, call.round + 1, id, index)
@@ -295,7 +295,7 @@ class Transit:
         return sent
 
 
-def make_treatment(call: Call, index: Any, number: int) -> Treatment | None:
+def make_treatment(call: Call, index: ArrayLike, number: int) -> Treatment | None:
     """What the server does to the mean of exchange `number` of a step."""
     if not call.uploads:
         return None
@@ -311,18 +311,18 @@ def make_words(
     level = find_trace_level()
     book = _NoteBook() if notes is None else notes
 
-    def check():
+    def check() -> None:
         if find_trace_level() != level:
             raise UserError(
                 "fed.mean or fed.gather was called inside a loop or transformation of a step; such an exchange cannot "
                 "be deployed. Give the loop its own entry in schedule() instead."
             )
 
-    def mean(tree, around=None):
+    def mean(tree: PyTree, around: PyTree = None) -> PyTree:
         check()
         return exchange.mean(tree, None) if transit is None else transit.mean(exchange, tree, around)
 
-    def gather(tree, reply=reply_with_all):
+    def gather(tree: PyTree, reply: Reply = reply_with_all) -> PyTree:
         check()
         return exchange.gather(tree, reply, key) if transit is None else transit.gather(exchange, tree, reply, key)
 
@@ -343,12 +343,12 @@ def replay(answers: Sequence[PyTree]) -> Exchange:
     """An exchange that knows the first answers of a step and raises Ask for the next one."""
     remaining = iter(answers)
 
-    def mean(tree, treatment):
+    def mean(tree: PyTree, treatment: Treatment | None) -> PyTree:
         for answer in remaining:
             return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(answer))
         raise Ask(tree, None)
 
-    def gather(tree, reply, key):
+    def gather(tree: PyTree, reply: Reply, key: Array) -> PyTree:
         for answer in remaining:
             structure = jax.tree.structure(jax.eval_shape(lambda: _ALONE.gather(tree, reply, key)))
             return jax.tree.unflatten(structure, jax.tree.leaves(answer))
@@ -357,7 +357,7 @@ def replay(answers: Sequence[PyTree]) -> Exchange:
     return Exchange(mean, gather)
 
 
-def _gather_alone(tree, reply, key):
+def _gather_alone(tree: PyTree, reply: Reply, key: Array) -> PyTree:
     values = jax.tree.map(lambda a: jnp.asarray(a)[None], tree)
     return reply(values, Cohort(jnp.zeros(1, jnp.int32), jnp.ones(1)), jnp.asarray(0), key)
 
@@ -377,7 +377,7 @@ def step_alone(
 # ------------------------------------------------------------------------------------------------- means
 
 
-def convert_to_float(a: Any) -> Array:
+def convert_to_float(a: ArrayLike) -> Array:
     """Means are of numbers: whole numbers and switches are averaged as floats."""
     a = jnp.asarray(a)
     return a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(float)
@@ -394,15 +394,15 @@ def average_over_clients(
     else:
         total = lax.psum(weight, "clients") if spread is None else spread.participants.weight.sum()
 
-    def add_plain(a):
+    def add_plain(a: ArrayLike) -> Array:
         a = convert_to_float(a)
         return lax.psum(jnp.where(weight > 0, weight.astype(a.dtype) * a, 0), "clients")
 
-    def add_scaled(y):
+    def add_scaled(y: Scaled) -> Scaled:
         shift = lax.pmax(jnp.where(weight > 0, y.shift, LOWEST), "clients")
         return Scaled(shift, add_plain(y.value * jnp.exp(jnp.minimum(y.shift - shift, 0))))
 
-    def divide(sum):
+    def divide(sum: Any) -> Any:
         if is_scaled(sum):
             return Scaled(sum.shift, divide(sum.value)).normal()
         return sum / jnp.where(total > 0, total, 1).astype(sum.dtype)

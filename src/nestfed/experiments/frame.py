@@ -82,16 +82,18 @@ class Trainings(abc.ABC, Generic[Plan]):
             self.known[name] = load(self.path(name))
         return self.known[name]
 
-    def best(self, name: str, metric: str, **options: Any) -> int:
-        """Which setting of a cell validation data prefer; options are those of `Cell.best`."""
+    def best(
+        self, name: str, metric: str, *, smallest: bool = False, at: int = -1, among: Collection[int] | None = None
+    ) -> int:
+        """Which setting of a cell validation data prefer, as `Cell.best` has it."""
         try:
-            return self.cell(name).best(metric, **options)
+            return self.cell(name).best(metric, smallest=smallest, at=at, among=among)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
 
-    def chosen(self, name: str, metric: str, **options: Any) -> dict[str, Any]:
+    def chosen(self, name: str, metric: str, *, smallest: bool = False) -> dict[str, Any]:
         """That setting, in words and numbers."""
-        return self.cell(name).settings[self.best(name, metric, **options)]
+        return self.cell(name).settings[self.best(name, metric, smallest=smallest)]
 
     def train_all(self) -> None:
         """What is not there yet."""

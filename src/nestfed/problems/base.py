@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,9 @@ ORACLE_KINDS = ("GRAD", "VAL", "VJP", "HVP", "MIX", "SOLVE")
 def oracle(kind: str) -> Callable[[Callable], Callable]:
     """Mark a method as one unit of work of this kind (see `ORACLE_KINDS`)."""
 
-    def wrap(method):
+    def wrap(method: Callable) -> Callable:
         @functools.wraps(method)
-        def named(*args):
+        def named(*args: Any) -> Any:
             return method(*args)
 
         named.__name__ = f"oracle_{kind}_{method.__name__}"
@@ -50,7 +50,7 @@ class Problem:
     variables: ClassVar[tuple[str, ...]] = ("x",)
     minimised: ClassVar[str | None] = None  # the one of `metrics` that training makes small, where there is one
 
-    def bind(self, params: PyTree):
+    def bind(self, params: PyTree) -> tuple[Self, tuple[Array, ...]]:
         """Return (this problem, which now knows the user's parameter trees, the starting point as flat vectors)."""
         trees = (params,) if len(self.variables) == 1 else params
         if len(self.variables) > 1 and not (isinstance(params, tuple) and len(params) == len(self.variables)):

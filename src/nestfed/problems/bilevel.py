@@ -42,34 +42,34 @@ class Bilevel(Problem):
     def feasible_y(self, y: Array) -> Array:
         return self._project(1, "project_y", y)
 
-    def upper_flat(self, x, y, sample: Sample):
+    def upper_flat(self, x: Array, y: Array, sample: Sample) -> Array:
         return self.upper(self.tree(0, x), self.tree(1, y), sample.batch, sample.key)
 
-    def lower_flat(self, x, y, sample: Sample):
+    def lower_flat(self, x: Array, y: Array, sample: Sample) -> Array:
         return self.lower(self.tree(0, x), self.tree(1, y), sample.batch, sample.key)
 
     @oracle("GRAD")
-    def grad_upper(self, x, y, sample: Sample):
+    def grad_upper(self, x: Array, y: Array, sample: Sample) -> tuple[Array, Array]:
         """Return (df/dx, df/dy)."""
         return jax.grad(self.upper_flat, (0, 1))(x, y, sample)
 
     @oracle("GRAD")
-    def grad_lower(self, x, y, sample: Sample):
+    def grad_lower(self, x: Array, y: Array, sample: Sample) -> Array:
         """Return dg/dy."""
         return jax.grad(self.lower_flat, 1)(x, y, sample)
 
     @oracle("HVP")
-    def hessian_vector(self, x, y, sample: Sample, v):
+    def hessian_vector(self, x: Array, y: Array, sample: Sample, v: Array) -> Array:
         """Return (d2g/dy2) v, by forward over reverse mode."""
         return jax.jvp(lambda y: jax.grad(self.lower_flat, 1)(x, y, sample), (y,), (v,))[1]
 
     @oracle("MIX")
-    def mixed_vector(self, x, y, sample: Sample, v):
+    def mixed_vector(self, x: Array, y: Array, sample: Sample, v: Array) -> Array:
         """Return (d2g/dxdy) v, as the gradient in x of <dg/dy, v>."""
         return jax.grad(lambda x: jnp.vdot(jax.grad(self.lower_flat, 1)(x, y, sample), v))(x)
 
     @oracle("SOLVE")
-    def hessian_solve(self, x, y, sample: Sample, v):
+    def hessian_solve(self, x: Array, y: Array, sample: Sample, v: Array) -> Array:
         """Return (d2g/dy2)^-1 v by the dense matrix, for small lower dimensions."""
         return jnp.linalg.solve(jax.hessian(self.lower_flat, 1)(x, y, sample), v)
 

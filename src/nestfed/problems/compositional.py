@@ -61,20 +61,20 @@ class Compositional(Problem):
     def has_extra(self) -> bool:
         return self.defines("extra")
 
-    def inner_flat(self, x, sample: Sample):
+    def inner_flat(self, x: Array, sample: Sample) -> Any:
         value = self.inner(self.tree(0, x), sample.batch, sample.key)
         return value.reshape(-1) if is_scaled(value) else jnp.ravel(value)
 
-    def reshape(self, y, sample: Sample):
+    def reshape(self, y: Any, sample: Sample) -> Any:
         """Return a flat inner value in the shape that the user's `inner` gives it."""
         params = self.tree(0, jnp.zeros(self.layouts[0].size, jax.tree.leaves(y)[0].dtype))
         value: Any = jax.eval_shape(lambda: self.inner(params, sample.batch, sample.key))
         return y.reshape(value.value.shape if is_scaled(value) else value.shape)
 
-    def outer_flat(self, y, sample: Sample):
+    def outer_flat(self, y: Any, sample: Sample) -> Array:
         return self.outer(self.reshape(y, sample), sample.batch, sample.key)
 
-    def into_domain(self, y, sample: Sample):
+    def into_domain(self, y: Any, sample: Sample) -> tuple[Any, Array]:
         """(the nearest value in the domain of `outer`, 1.0 if that is another one): note what you project."""
         if not self.defines("project_y"):
             return y, jnp.zeros(())
@@ -84,44 +84,44 @@ class Compositional(Problem):
         return projected, jnp.any(moved != 0).astype(float)
 
     @oracle("VAL")
-    def inner_value(self, x, sample: Sample):
+    def inner_value(self, x: Array, sample: Sample) -> Any:
         return self.inner_flat(x, sample)
 
-    def first_estimate(self, x, draw: Callable[[Any], Sample], batches: int):
+    def first_estimate(self, x: Array, draw: Callable[[Any], Sample], batches: int) -> Any:
         """Return the inner value at x on several batches together, as a start for running estimates."""
         add = lambda j, total: total + self.inner_value(x, draw(j))
         return lax.fori_loop(1, batches, add, self.inner_value(x, draw(0)) * 1.0) / batches
 
     @oracle("VJP")
-    def inner_vjp(self, x, sample: Sample):
+    def inner_vjp(self, x: Array, sample: Sample) -> tuple[Any, Callable[..., Any]]:
         """Return (value, pull-back): use the value in an exchange, then pull the outer derivative back."""
         kind = jax.eval_shape(lambda x: self.inner_flat(x, sample), x)
         if not is_scaled(kind):
             return jax.vjp(lambda x: self.inner_flat(x, sample), x)
 
-        def parts(x):
+        def parts(x: Array) -> tuple[Array, Array]:
             y: Any = self.inner_flat(x, sample)
             return y.value, y.shift
 
         value, pull, shift = jax.vjp(parts, x, has_aux=True)
         return Scaled(shift, value), jax.tree_util.Partial(Compositional._pull_scaled, self, pull, shift)
 
-    def _pull_scaled(self, pull, shift, slope: Scaled):
+    def _pull_scaled(self, pull: Callable[..., Any], shift: Array, slope: Scaled) -> tuple[Array]:
         # d(e^shift value) applied to a derivative e^-s v: only the difference of the exponents is exponentiated.
         return pull(self.bound_slope(slope.value * jnp.exp(slope.shift + shift)))
 
     @oracle("VJP")
-    def inner_row(self, x, row, sample: Sample):
+    def inner_row(self, x: Array, row: Any, sample: Sample) -> tuple[Any, Any]:
         """Return (value, one row of the Jacobian)."""
 
-        def entry(x):
+        def entry(x: Array) -> tuple[Array, Any]:
             y: Any = self.inner_flat(x, sample)
             return (y.value if is_scaled(y) else y)[row], y
 
         gradient, y = jax.grad(entry, has_aux=True)(x)
         return y, Scaled(y.shift, gradient) if is_scaled(y) else gradient
 
-    def inner_jacobian(self, x, sample: Sample):
+    def inner_jacobian(self, x: Array, sample: Sample) -> tuple[Any, Any]:
         """Return (value, Jacobian [m, d]), by one pass per entry of the value, so m must be small."""
         kind: Any = jax.eval_shape(self.inner_flat, x, sample)
         number = (kind.value if is_scaled(kind) else kind).size
@@ -129,16 +129,16 @@ class Compositional(Problem):
         value = jax.tree.map(lambda a: a[0], value)
         return value, Scaled(value.shift, jacobian.value).normal() if is_scaled(kind) else jacobian
 
-    def grad_outer(self, y, sample: Sample):
+    def grad_outer(self, y: Any, sample: Sample) -> Any:
         if not is_scaled(y):
             return jax.grad(self.outer_flat)(y, sample)
         return Scaled(-y.shift, jax.grad(lambda value: self.outer_flat(Scaled(y.shift, value), sample))(y.value))
 
     @oracle("GRAD")
-    def grad_extra(self, x, sample: Sample):
+    def grad_extra(self, x: Array, sample: Sample) -> Array:
         return jax.grad(lambda x: self.extra(self.tree(0, x), sample.batch, sample.key))(x)
 
-    def composed_gradient(self, x, pull, y, sample: Sample):
+    def composed_gradient(self, x: Array, pull: Callable[..., Any], y: Any, sample: Sample) -> Array:
         """Return grad extra + J inner^T grad outer(y), on the batch of `value, pull = inner_vjp(x, sample)`. Every
         method descends along it, each with a y of its own."""
         (gradient,) = pull(self.grad_outer(y, sample))

@@ -1,6 +1,7 @@
 """P4, conditional: a function of a conditional mean."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ class Conditional(Problem):
         keys = jax.vmap(lambda i: fold_in(inner_key, i))(jnp.arange(size))
         return xi, jax.vmap(lambda one, k: self.sample_inner(data, one, k, self.inner_samples))(xi, keys)
 
-    def plug_in(self, x, sample: Sample):
+    def plug_in(self, x: Array, sample: Sample) -> Array:
         """Return the mean over outer samples of the composition with their inner samples, plus the regulariser."""
         x = self.tree(0, x)
         xis, etas = sample.batch
@@ -60,30 +61,30 @@ class Conditional(Problem):
         return jnp.mean(values) + self.regulariser(x)
 
     @oracle("VAL")
-    def value(self, x, sample: Sample):
+    def value(self, x: Array, sample: Sample) -> Array:
         return self.plug_in(x, sample)
 
     @oracle("GRAD")
-    def gradient(self, x, sample: Sample):
+    def gradient(self, x: Array, sample: Sample) -> Array:
         return jax.grad(self.plug_in)(x, sample)
 
-    def inner_values(self, x, sample: Sample):
+    def inner_values(self, x: Array, sample: Sample) -> Array:
         """Return [outer samples, entries]: the inner mean of every outer sample of the batch."""
         x = self.tree(0, x)
         pair = lambda xi, eta: self.inner(x, xi, eta, sample.key)
         return jax.vmap(lambda xi, etas: jnp.mean(jax.vmap(lambda eta: pair(xi, eta))(etas), 0))(*sample.batch)
 
     @oracle("VAL")
-    def inner_value(self, x, sample: Sample):
+    def inner_value(self, x: Array, sample: Sample) -> Array:
         """Return the inner value averaged over outer samples too; methods for compositions keep an estimate of it."""
         return jnp.mean(self.inner_values(x, sample), 0)
 
     @oracle("VJP")
-    def inner_vjp(self, x, sample: Sample):
+    def inner_vjp(self, x: Array, sample: Sample) -> tuple[Array, Callable[..., Any]]:
         """Return (the batch's inner values [outer samples, entries], the pull-back of a derivative for each)."""
         return jax.vjp(lambda x: self.inner_values(x, sample), x)
 
-    def composed_gradient(self, x, pull, ys, sample: Sample):
+    def composed_gradient(self, x: Array, pull: Callable[..., Any], ys: Array, sample: Sample) -> Array:
         """Return the mean over outer samples of J inner_i^T grad outer_i(y_i), on the batch of `values, pull =
         inner_vjp(x, sample)`, plus the regulariser's gradient; this is exactly `gradient` if ys are the values."""
         xis, _ = sample.batch

@@ -1,6 +1,6 @@
 """P7, constrained: a loss under limits."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +31,20 @@ class Constrained(Problem):
         return self.constraints(x, batch, key)[j]
 
     @oracle("GRAD")
-    def grad_objective(self, x, sample: Sample):
+    def grad_objective(self, x: Array, sample: Sample) -> tuple[Array, Array]:
         """Return (value, gradient) of the objective."""
         return jax.value_and_grad(lambda x: self.objective(self.tree(0, x), sample.batch, sample.key))(x)
 
     @oracle("VAL")
-    def constraint_values(self, x, sample: Sample):
+    def constraint_values(self, x: Array, sample: Sample) -> Array:
         return self.constraints(self.tree(0, x), sample.batch, sample.key)
 
     @oracle("VAL")
-    def constraint_value(self, x, j, sample: Sample):
+    def constraint_value(self, x: Array, j: Any, sample: Sample) -> Array:
         return self.constraint(self.tree(0, x), j, sample.batch, sample.key)
 
     @oracle("GRAD")
-    def grad_constraint(self, x, j, sample: Sample):
+    def grad_constraint(self, x: Array, j: Any, sample: Sample) -> tuple[Array, Array]:
         """Return (value, gradient) of constraint j."""
         return jax.value_and_grad(lambda x: self.constraint(self.tree(0, x), j, sample.batch, sample.key))(x)
 

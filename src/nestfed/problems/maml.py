@@ -12,6 +12,7 @@ Ref.   Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptatio
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ class MAML(Conditional):
         yield "loss", 0, lambda batch: self._first_loss(params[0], batch, key)
         yield from super().functions(params, key)
 
-    def _first_loss(self, x, batch, key):
+    def _first_loss(self, x: PyTree, batch: PyTree, key: Array) -> Array:
         query, _ = batch[0]
         return self.loss(self.tree(0, x), jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), query), key)
 
@@ -127,7 +128,7 @@ class MetaTask(Task):
         """Return every score of every task, [parts, tasks]; one loop makes them all, since compiling is what costs."""
         problem, tasks = self.problem, jax.random.key(self.task_seed)
 
-        def one(place):
+        def one(place: Any) -> Any:
             key = fold(tasks, place)  # every part has other tasks, even where parts have the same rows
             query, source = problem.sample_task(self.aside.client(place // self.tasks), fold(key, 0))
             support = problem.sample_support(source, fold(key, 1))

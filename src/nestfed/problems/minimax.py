@@ -42,16 +42,16 @@ class Minimax(Problem):
     def feasible_alpha(self, alpha: Array) -> Array:
         return self._project(1, "project_alpha", alpha)
 
-    def value_flat(self, x, alpha, sample: Sample):
+    def value_flat(self, x: Array, alpha: Array, sample: Sample) -> Array:
         return self.value(self.tree(0, x), self.tree(1, alpha), sample.batch, sample.key)
 
     @oracle("GRAD")
-    def gradients(self, x, alpha, sample: Sample):
+    def gradients(self, x: Array, alpha: Array, sample: Sample) -> tuple[Array, Array]:
         """Return (dF/dx, dF/dalpha), from one reverse pass."""
         return jax.grad(self.value_flat, (0, 1))(x, alpha, sample)
 
     @oracle("VAL")
-    def risks(self, x, sample: Sample):
+    def risks(self, x: Array, sample: Sample) -> tuple[Array, Array]:
         return self.group_risks(self.tree(0, x), sample.batch, sample.key)
 
     def functions(self, params, key) -> Functions:
@@ -61,7 +61,7 @@ class Minimax(Problem):
             yield "group_risks", 1, lambda batch: self._risks_alone(x, batch, key)
             yield "group_shares", 1, lambda batch: self.group_shares(batch, key)
 
-    def _risks_alone(self, x, batch, key):
+    def _risks_alone(self, x: PyTree, batch: PyTree, key: Array) -> Array:
         risks, _ = self.group_risks(x, batch, key)
         return risks
 

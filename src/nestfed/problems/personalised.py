@@ -1,15 +1,17 @@
 """P5, personalised: every client has a model of its own beside what all of them share."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from nestfed.core.algorithm import Sample
 from nestfed.core.settings import UserError, setting, struct, summarise_error
-from nestfed.core.types import Array, PyTree
+from nestfed.core.types import Array, ArrayLike, PyTree
 from nestfed.problems.base import Functions, Problem, oracle
+
+Penalty = Callable[[Array, Array], Array]  # (representations, labels) -> what is added to the loss of a batch
 
 
 @struct
@@ -48,7 +50,7 @@ class Personalised(Problem):
     def reg(self, z_local: Array, z_global: Array) -> Array:
         return jnp.mean(jnp.sum((z_local - z_global) ** 2, axis=-1))
 
-    def bind(self, params):
+    def bind(self, params: PyTree) -> tuple[Self, tuple[Array, ...]]:
         try:
             u, v = self.split(params)
         except UserError:
@@ -73,17 +75,17 @@ class Personalised(Problem):
         """Return the loss for what `features` gave."""
         return self.loss(self.head(v, z), labels)
 
-    def outputs(self, u, v, inputs: PyTree, key: Array) -> Array:
+    def outputs(self, u: Array, v: Array, inputs: PyTree, key: Array) -> Array:
         """Return what the model (u, v) answers."""
         return self.answers(self.tree(1, v), self.features(self.tree(0, u), inputs, key), key)
 
-    def local_loss(self, u, v, sample: Sample, penalty: Callable[[Array, Array], Array] | None = None):
+    def local_loss(self, u: Array, v: Array, sample: Sample, penalty: Penalty | None = None) -> Array:
         inputs, labels = sample.batch
         z = self.features(self.tree(0, u), inputs, sample.key)
         loss = self.fit(self.tree(1, v), z, labels, sample.key)
         return loss if penalty is None else loss + penalty(z, labels)
 
-    def distance(self, u, center, sample: Sample, weights: Array | None = None):
+    def distance(self, u: Array, center: Array, sample: Sample, weights: Array | None = None) -> Array:
         """Return H on a batch; with weights (of `ClientRows.pass_over`) it is the batch's part of H on all rows."""
         inputs, _ = sample.batch
         ours, common = (self.features(self.tree(0, vector), inputs, sample.key) for vector in (u, center))
@@ -97,38 +99,38 @@ class Personalised(Problem):
         return jnp.vdot((jnp.sign(weights) if self.reduction == "sum" else weights).astype(each.dtype), each)
 
     @oracle("VAL")
-    def representations(self, u, sample: Sample):
+    def representations(self, u: Array, sample: Sample) -> Array:
         """Return what `features` gives, [rows, width]."""
         return self.features(self.tree(0, u), sample.batch[0], sample.key)
 
     @oracle("GRAD")
-    def grad_head(self, u, v, sample: Sample):
+    def grad_head(self, u: Array, v: Array, sample: Sample) -> Array:
         return jax.grad(self.local_loss, 1)(u, v, sample)
 
     @oracle("GRAD")
-    def grad_extractor(self, u, v, sample: Sample):
+    def grad_extractor(self, u: Array, v: Array, sample: Sample) -> Array:
         return jax.grad(self.local_loss, 0)(u, v, sample)
 
     @oracle("GRAD")
-    def gradients(self, u, v, sample: Sample, penalty=None):
+    def gradients(self, u: Array, v: Array, sample: Sample, penalty: Penalty | None = None) -> tuple[Array, Array]:
         """Return (d/du, d/dv) of the loss, from one reverse pass. `penalty(z, labels)`, a jax.tree_util.Partial whose
         own arguments are constants, is added to the loss."""
         return jax.grad(self.local_loss, (0, 1))(u, v, sample, penalty)
 
     @oracle("GRAD")
-    def grad_coupled(self, u, v, center, coupling, sample: Sample):
+    def grad_coupled(self, u: Array, v: Array, center: Array, coupling: ArrayLike, sample: Sample) -> Array:
         """Return d/du of loss + (coupling / 2) H, from one reverse pass."""
         common = self.features(self.tree(0, center), sample.batch[0], sample.key)
         pull = lambda z, labels: coupling / 2 * self._measure_gap(z, common)
         return jax.grad(self.local_loss)(u, v, sample, pull)
 
     @oracle("GRAD")
-    def grad_distance(self, u, center, sample: Sample, weights=None):
+    def grad_distance(self, u: Array, center: Array, sample: Sample, weights: Array | None = None) -> Array:
         """Return dH/du_k, with the common representation as a constant."""
         return jax.grad(self.distance, 0)(u, center, sample, weights)
 
     @oracle("GRAD")
-    def grad_center(self, u, center, sample: Sample, weights=None):
+    def grad_center(self, u: Array, center: Array, sample: Sample, weights: Array | None = None) -> Array:
         """Return dH/du_0, with the client's representation as a constant: a client uploads this."""
         return jax.grad(self.distance, 1)(u, center, sample, weights)
 

@@ -11,7 +11,7 @@ A client's rows lie negatives first, then positives; `constants["positives"]` co
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -101,18 +101,18 @@ class AveragePrecision(Conditional):
     def regulariser(self, x):
         return self.weight_decay * half_square(x)
 
-    def plug_in(self, x, sample: Sample):
+    def plug_in(self, x: Array, sample: Sample) -> Array:
         values = self.outer(self.inner_values(x, sample))
         # Without positives or without negatives the values are constant; rounding must not make them a direction.
         mean = jnp.mean(jnp.where(_is_rankable(sample.batch), values, lax.stop_gradient(values)))
         return mean + self.regulariser(self.tree(0, x))
 
     @oracle("VJP")
-    def inner_vjp(self, x, sample: Sample):
+    def inner_vjp(self, x: Array, sample: Sample) -> tuple[Array, Callable[..., Any]]:
         """Return (y of the batch's positives [b, 2], pull-back), for methods with an estimate of y of their own."""
         return jax.vjp(lambda x: self.inner_values(x, sample), x)
 
-    def composed_gradient(self, x, pull, ys, sample: Sample):
+    def composed_gradient(self, x: Array, pull: Callable[..., Any], ys: Array, sample: Sample) -> Array:
         """Return mean_i J_i^T grad f(y_i) plus grad regulariser, on the batch of `_, pull = inner_vjp(x, sample)`."""
         slope = jax.grad(lambda y: jnp.mean(self.outer(y)))(ys)
         (gradient,) = pull(jnp.where(_is_rankable(sample.batch), slope, 0))

@@ -33,20 +33,20 @@ class SingleLevel(Problem):
         return jnp.mean(self.per_row(x, batch, key)) + self.regulariser(x)
 
     @oracle("VAL")
-    def value(self, x, sample: Sample):
+    def value(self, x: Array, sample: Sample) -> Array:
         return self.loss(self.tree(0, x), sample.batch, sample.key)
 
     @oracle("GRAD")
-    def gradient(self, x, sample: Sample):
+    def gradient(self, x: Array, sample: Sample) -> Array:
         return jax.grad(lambda x: self.loss(self.tree(0, x), sample.batch, sample.key))(x)
 
     @oracle("VAL")
-    def row_values(self, x, sample: Sample):
+    def row_values(self, x: Array, sample: Sample) -> Array:
         """Return the losses of the batch's rows."""
         return self.per_row(self.tree(0, x), sample.batch, sample.key)
 
     @oracle("GRAD")
-    def weighted_gradient(self, x, weights, sample: Sample):
+    def weighted_gradient(self, x: Array, weights: Array, sample: Sample) -> Array:
         """Return the gradient of sum_i weights_i loss_i, plus the regulariser's."""
         weighted = lambda x: jnp.vdot(weights, self.per_row(x, sample.batch, sample.key)) + self.regulariser(x)
         return jax.grad(lambda x: weighted(self.tree(0, x)))(x)

@@ -3,7 +3,8 @@
 All of them have constants only (no rows), so a batch is always a client's whole data and runs are deterministic.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 
 from nestfed.core.rows import Rows
 from nestfed.core.settings import struct
-from nestfed.core.task import Task
+from nestfed.core.task import Task, TaskFields
 from nestfed.problems import Bilevel, Compositional, SingleLevel
 from nestfed.problems.adapters import CompositionAsBilevel, NaiveComposition
 
@@ -25,7 +26,9 @@ class Quadratic(SingleLevel):
         return 0.5 * a * jnp.sum((x - c) ** 2)
 
 
-def quadratics(curvatures=(1.0, 4.0), centers=(0.0, 1.0), **fields: Any) -> Task:
+def quadratics(
+    curvatures: Sequence[float] = (1.0, 4.0), centers: Sequence[float] = (0.0, 1.0), **fields: Unpack[TaskFields]
+) -> Task:
     """Clients pull towards different centers with different curvatures; the minimiser is sum a c / sum a."""
     constants = (jnp.asarray(curvatures), jnp.asarray(centers))
     return Task.create(Quadratic(), Rows.from_clients(constants=constants), jnp.asarray(0.0), **fields)
@@ -53,7 +56,7 @@ class ShowX(Task):
         return super().metrics(server, client, data, fed) | {"x": server.x[0]}
 
 
-def scalar_bilevel(scope: str = "local", **fields: Any) -> Task:
+def scalar_bilevel(scope: str = "local", **fields: Unpack[TaskFields]) -> Task:
     """Make a task of two clients. It is solved by x = 80/59 with local lower problems, by x = 15/7 with a global one.
 
     scope "naive" is what plain averaging makes of it.
@@ -100,7 +103,7 @@ class CounterexampleTask(Task):
         return {"x": server.x[0], "objective": jnp.sqrt(server.x[0] ** 2 + 4.0)}
 
 
-def counterexample(view: str = "compositional", *, scope: str = "global", **fields: Any) -> Task:
+def counterexample(view: str = "compositional", *, scope: str = "global", **fields: Unpack[TaskFields]) -> Task:
     """Inner functions 4x - 4 and -2x + 4 average to x: the objective sqrt(x^2 + 4) is least at x = 0.
 
     scope "local" asks for the mean of the clients' own compositions instead, least at x = 1.1686673.

@@ -24,6 +24,7 @@ from nestfed.engine.cohorts import find_chances
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
 from nestfed.sites.link import Link, LostSite
+from nestfed.sites.masks import FEWEST
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
 from nestfed.sites.worker import Leg, describe_party, keep_file, write_ticket
 from nestfed.uploads.privacy import EPSILON, Spending, list_transforms
@@ -280,6 +281,9 @@ class Coordinator:
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
         # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
+        if masks is not None:
+            self.server.check_masked(len(roll.names))
+        self.fewest = 1 if masks is None else FEWEST  # sites that a sum takes
         self.once = masks is not None or any(transform.noisy for transform in list_transforms(options.uploads))
 
     # --- letters
@@ -326,7 +330,7 @@ class Coordinator:
         if books is None:
             books = self._start()
         else:
-            self.roll.gather(self.open_at, lambda: bool(self.roll.present))
+            self.roll.gather(self.open_at, lambda: len(self.roll.present) >= self.fewest)
         self._evaluate_if_due(books)
         check_select(self.options.select, books.history.find_latest())
         with Progress(title or type(self.algorithm).__name__, rounds, books.round, progress) as bar:
@@ -364,11 +368,13 @@ class Coordinator:
         members, expected = {k: Member(weight) for k, weight in self.weights.items()}, None
         if self.plan.cohort is not None or self.plan.dropout:
             members, expected = choose_members(self.inputs, books.position.server, books.round, self.chances, self.plan)
+        if len(members) < self.fewest:  # a cohort whose sum would tell of single sites is not asked
+            members = {}
         taken: dict[int, Member] = {}
         while members:
             taken = {k: member for k, member in members.items() if k not in self.roll.absent}
-            if not taken:
-                self.roll.gather(self.open_at, lambda: bool(set(members) & set(self.roll.present)))
+            if len(taken) < self.fewest:
+                self.roll.gather(self.open_at, lambda: len(set(members) & set(self.roll.present)) >= self.fewest)
                 continue
             try:
                 books.position = self.server.serve(
@@ -414,8 +420,8 @@ class Coordinator:
         """Metrics of a state, over the sites that are there."""
         while True:
             there = {k: self.weights[k] for k in self.roll.present}
-            if not there:
-                self.roll.gather(self.open_at, lambda: bool(self.roll.present))
+            if len(there) < self.fewest:
+                self.roll.gather(self.open_at, lambda: len(self.roll.present) >= self.fewest)
                 continue
             try:
                 return self.server.evaluate(round, position, there, self._deliver("metrics"))

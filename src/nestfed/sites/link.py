@@ -52,9 +52,9 @@ class LinkError(OSError):
 
 def send_bytes(connection: socket.socket, data: bytes | memoryview, deadline: float) -> None:
     """The length, then the bytes."""
-    connection.settimeout(_time_left(deadline))
+    connection.settimeout(_measure_time_left(deadline))
     connection.sendall(_SIZE.pack(len(data)))
-    connection.settimeout(_time_left(deadline))
+    connection.settimeout(_measure_time_left(deadline))
     connection.sendall(data)
 
 
@@ -70,7 +70,7 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
     # Room grows with what arrives: who only announces much takes no memory here.
     data = bytearray()
     while len(data) < size:
-        connection.settimeout(_time_left(deadline))
+        connection.settimeout(_measure_time_left(deadline))
         piece = connection.recv(min(size - len(data), 1 << 20))
         if not piece:
             raise ConnectionError("the other side closed the connection")
@@ -78,7 +78,7 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
     return bytes(data)
 
 
-def _time_left(deadline: float) -> float:
+def _measure_time_left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("no answer in time")
@@ -103,7 +103,7 @@ def listen_at(path: Path) -> socket.socket:
 def _connect(path: Path, deadline: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(_time_left(deadline))
+        connection.settimeout(_measure_time_left(deadline))
         connection.connect(str(path))
     except OSError as error:
         connection.close()
@@ -266,7 +266,7 @@ _DAY = 86400.0  # seconds; a coordinator that is alive may have nothing to ask f
 
 
 def _send_letters(job: socket.socket, number: int, letters: Mapping[str, bytes], deadline: float) -> None:
-    head = {"number": number, "timeout": _time_left(deadline), "sites": list(letters)}
+    head = {"number": number, "timeout": _measure_time_left(deadline), "sites": list(letters)}
     send_bytes(job, json.dumps(head).encode(), deadline)
     for letter in letters.values():
         send_bytes(job, letter, deadline)

@@ -27,7 +27,7 @@ from nestfed.core.algorithm import Algorithm
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.sites.link import listen_at, receive_bytes, send_bytes
-from nestfed.sites.masks import PREPARING, SiteMask
+from nestfed.sites.masks import LIST_FILE, PREPARING, SiteMask
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
 from nestfed.verbs.messages import Leaves, Node, Occasion, Standing, Ticket, read_leaves
 
@@ -42,7 +42,7 @@ class Tasks(Protocol):
 
     def task(self, method: str, stage: int = 0, before: Any = None) -> Task: ...
 
-    def leave(self, task: Task, server: Any, client: Any = None) -> Any: ...
+    def leave(self, task: Task, server: Any, clients: Any = None) -> Any: ...
 
 
 class Party(Protocol):
@@ -173,6 +173,7 @@ class Worker:
     def tell_sums(self, letter: Letter) -> Letter:
         """What this site adds to the next sum of all sites."""
         header = letter.header
+        self._check_masked(header)
         mine = np.asarray(self._prepare(header).tell(letter.arrays))
         if header["masked"]:
             asked = tuple(range(len(header["names"])))
@@ -184,6 +185,7 @@ class Worker:
         """Be ready for a part of a run: the task is built, and the state of this site is read from its disk."""
         header = letter.header
         leg, run = Leg(header["leg"]), str(header["run"])
+        self._check_masked(header)
         number = int(header["sums"])
         prepared = self._prepare(header).prepare(letter.arrays[:number])
         rest, before = list(letter.arrays[number:]), None
@@ -240,6 +242,14 @@ class Worker:
         if not path.exists():
             keep_file(path, secrets.token_bytes(32))
         return path.read_bytes()
+
+    def _check_masked(self, header: Mapping[str, Any]) -> None:
+        """A site that has a list of keys does not leave it to others whether it is used."""
+        if not header["masked"] and (self.folder / LIST_FILE).exists():
+            raise Refused(
+                f"this site has a list of keys ({LIST_FILE}) and tells nothing that is not masked; run it with "
+                "--secure-aggregation."
+            )
 
     def _find_mask(self, header: Mapping[str, Any]) -> SiteMask:
         if self.find_mask is None:

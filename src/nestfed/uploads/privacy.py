@@ -47,7 +47,7 @@ class Guarantee(abc.ABC):
     budget: float | None = None
     earlier: "tuple[tuple[Spending, int], ...]" = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = type(self).__name__
         for field in ("clip", "delta", "noise_multiplier", "epsilon", "budget"):
             value = getattr(self, field)
@@ -215,7 +215,7 @@ class Spending:
     chance: float | None = None  # the largest probability of a client to be in a Poisson cohort; None: a fixed size
     repeatable: bool = False  # was the noise drawn from a number? Then it protects nobody
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _load_accounting()  # what is missing shows before anything runs
 
     def epsilon(self, rounds: int) -> float:

@@ -169,7 +169,7 @@ class Sparsify(Transform):
         return max(1, math.ceil(self.fraction * size - 1e-9))
 
     def apply(self, tree: PyTree, key: Array) -> PyTree:
-        def sparse(a, key):
+        def sparse(a: Array, key: Array) -> Array:
             kept = self.count_sent(a.size)
             chosen = jnp.argsort(draw_words(key, a.size))[:kept]
             factors = jnp.zeros(a.size, a.dtype).at[chosen].set(a.size / kept)
@@ -191,7 +191,7 @@ class Quantise(Transform):
     def apply(self, tree: PyTree, key: Array) -> PyTree:
         levels = 2 ** (self.bits - 1) - 1
 
-        def round_randomly(a, key):
+        def round_randomly(a: Array, key: Array) -> Array:
             largest = jnp.max(jnp.abs(a))
             unit = jnp.where(largest > 0, largest, 1) / levels
             below = jnp.floor(a / unit)
@@ -234,7 +234,7 @@ def subtract_reference(tree: PyTree, around: PyTree) -> PyTree:
     if around is None:
         return tree
 
-    def difference(reference, values):
+    def difference(reference: Any, values: Any) -> Any:
         if reference is None:
             return values
         if is_scaled(reference) or is_scaled(values) or jnp.shape(reference) == jnp.shape(values):

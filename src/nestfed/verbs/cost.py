@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nestfed.core.algorithm import Algorithm, Cohort
+from nestfed.core.algorithm import Algorithm, Cohort, Reply
 from nestfed.core.jax_internals import drop_unused
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
+from nestfed.core.types import Array, PyTree
 from nestfed.engine.cohorts import find_chances, find_expected_cohort, make_cohort_rule
 from nestfed.engine.contract import Remembered, check_contract, check_match, find_kind
 from nestfed.engine.options import Changes, Options, make_options
@@ -110,11 +111,11 @@ def measure(algorithm: Algorithm, task: Task, options: Options | None = None, **
 def _measure(algorithm: Algorithm, task: Task, size: int, transforms: tuple[Transform, ...]) -> Cost:
     place, key, notes = make_only_participant(), jax.random.key(0), make_no_notes(check_contract(algorithm, task))
 
-    def start(key):
+    def start(key: Array) -> Any:
         call = Call(key, jnp.asarray(-1), None, jnp.ones(()))
         return take_step(algorithm, task, START, None, make_client(task, place, call), call, _mark_exchanges(size))[0]
 
-    def one_round(size, key, server, client):
+    def one_round(size: int, key: Array, server: Any, client: Any) -> Any:
         call = Call(key, jnp.asarray(0), server, jnp.ones(()))
         return run_round(algorithm, task, client, place, call, _mark_exchanges(size), notes)[0]
 
@@ -171,14 +172,15 @@ def find_spending(
 def _mark_exchanges(size: int) -> Exchange:
     """Exchanges that leave a mark in the program: its inputs are the question, its outputs the answer."""
 
-    def fed_mean(tree):
+    def fed_mean(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda a: convert_to_float(a) * 1, tree)  # an output of its own, even if it is not used
 
-    def fed_question(tree):  # apart from the answer: a reply closes over what the server has, and nobody sends that
+    # Apart from the answer: a reply closes over what the server has, and nobody sends that.
+    def fed_question(tree: PyTree) -> PyTree:
         return jax.tree.map(jnp.copy, tree)
 
-    def gather(tree, reply, key):
-        def fed_gather(tree):
+    def gather(tree: PyTree, reply: Reply, key: Array) -> PyTree:
+        def fed_gather(tree: PyTree) -> PyTree:
             values = jax.tree.map(lambda a: jnp.broadcast_to(a, (size, *jnp.shape(a))), tree)
             cohort = Cohort(jnp.arange(size), jnp.ones(size))
             return reply(values, cohort, jnp.asarray(0), key)

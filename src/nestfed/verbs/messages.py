@@ -188,6 +188,16 @@ class Question(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
+def _check_plain(algorithm: Algorithm, question: Question) -> None:
+    """Refuse what is no mean of plain numbers, where uploads are masked."""
+    if not question.plain:
+        what = "gathers clients' values" if question.gathers else "takes means of numbers with a common exponent"
+        raise ProtocolError(
+            f"{type(algorithm).__name__} {what}, which sums of masked uploads cannot answer; use an algorithm or an "
+            "objective that does not, or leave secure aggregation out."
+        )
+
+
 class Outline(NamedTuple):
     """What a round (or the start) asks of a client."""
 
@@ -542,10 +552,7 @@ class Node:
     def _hide_upload(self, work: _Work, leaves: Leaves) -> Leaves:
         if self.mask is None:
             return leaves
-        question = self._outline(work.round).questions[work.exchange]
-        if not question.plain:
-            what = "gathers clients' values" if question.gathers else "takes means of numbers with a common exponent"
-            raise ProtocolError(f"{type(self.algorithm).__name__} {what}, which sums of masked uploads cannot answer.")
+        _check_plain(self.algorithm, self._outline(work.round).questions[work.exchange])
         return self.mask(leaves, work.part, Occasion(work.round, work.attempt, work.exchange, work.asked))
 
     def _keep(self, work: _Work, state: Any) -> None:
@@ -626,7 +633,7 @@ def _run_metrics(
     try:
         return _call_metrics(task.metrics, task, server, client, key, round, id, answers, refusing)
     except _Gathers:
-        return _call_metrics(task.problem.metrics, task, server, client, key, round, id, answers)
+        return _call_metrics(task.mean_metrics, task, server, client, key, round, id, answers)
 
 
 class _Gathers(Exception):
@@ -784,6 +791,12 @@ class Server:
         self._hidden = _hide(algorithm.part(self._first, "local"))
         self._outlines: dict[tuple[bool, int], Outline] = {}
 
+    def check_masked(self, clients: int) -> None:
+        """Refuse, before anybody is asked, what sums of masked uploads cannot answer."""
+        for round in (START, 0):
+            for question in self._outline(round, clients).questions:
+                _check_plain(self.algorithm, question)
+
     def shapes(self) -> Any:
         """Of `Position.server`."""
         return self.algorithm.part(self._first, "shared", "server")
@@ -916,11 +929,7 @@ class Server:
                 items = jax.tree.leaves(question.tree(answer), is_leaf=is_scaled)
                 sums = [_add(total, one, members[i].weight) for total, one in zip(sums, items, strict=True)]
         else:
-            if not question.plain:
-                raise UserError(
-                    f"{type(self.algorithm).__name__} asks for more than means of plain numbers, which masked sums "
-                    "cannot answer; use an algorithm that does not, or leave secure aggregation out."
-                )
+            _check_plain(self.algorithm, question)
             masked = None
             for _, answer in self._receive(self.sums.shape(question.shapes), send, tickets):
                 masked = self.sums.add(masked, answer)

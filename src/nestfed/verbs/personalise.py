@@ -9,7 +9,7 @@ The model of a client is (u, v), extractor and head, in the State of every metho
 otherwise the server's (`Personalised.model_of`).
 """
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def fine_tune(
     if what not in TRAINED:
         raise UserError(f"what={what!r} was given; fine-tune the 'head' or 'all'.")
 
-    def step(j, model):
+    def step(j: Any, model: tuple[Array, Array]) -> tuple[Array, Array]:
         u, v = model
         batch = problem.sample(rows, fold_pair(key, j, 0), batch_size)
         sample = Sample(batch, fold_pair(key, j, 1))
@@ -96,7 +96,7 @@ class PersonalTask(Task):
         return "train_loss"
 
     @classmethod
-    def create(cls, problem, data, params, *, test: Rows | None = None, **fields: Any):
+    def create(cls, problem: Any, data: Rows, params: PyTree, *, test: Rows | None = None, **fields: Any) -> Self:
         if test is not None and not np.array_equal(np.asarray(test.ids), np.asarray(data.ids)):
             raise UserError(
                 f"the test rows are of the clients {np.asarray(test.ids).tolist()}, the training rows of "
@@ -128,7 +128,7 @@ class PersonalTask(Task):
         """Loss and accuracy of a model on these rows."""
         problem = self.problem
 
-        def of_block(batch, weights):
+        def of_block(batch: PyTree, weights: Any) -> dict[str, Array]:
             inputs, labels = batch
             z, head = problem.features(problem.tree(0, u), inputs, key), problem.tree(1, v)
             each = {"loss": jax.vmap(lambda z, label: problem.fit(head, z[None], label[None], key))(z, labels)}
@@ -144,7 +144,7 @@ class PersonalTask(Task):
         """What the representation and the steps look like."""
         problem, center = self.problem, getattr(server, "u0", None)
 
-        def of_block(batch, weights):
+        def of_block(batch: PyTree, weights: Any) -> dict[str, Array]:
             inputs, _ = batch
             z = problem.features(problem.tree(0, u), inputs, key)
             each = {"representation_norm": jnp.linalg.norm(z, axis=1)}
@@ -180,7 +180,7 @@ def measure_spread(values: Array, present: Array) -> dict[str, Array]:
     ordered = jnp.sort(jnp.where(present, values, jnp.inf))
     mean = jnp.sum(jnp.where(present, values, 0)) / number
 
-    def quantile(level):
+    def quantile(level: float) -> Array:
         place = level * (number - 1)
         low = jnp.floor(place).astype("int32")
         high, part = jnp.minimum(low + 1, number - 1), (place - low).astype(values.dtype)

@@ -22,6 +22,7 @@ from nestfed.core.settings import UserError
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree, Seed
 from nestfed.engine import cohorts, processes, rounds
+from nestfed.engine.cohorts import Participant
 from nestfed.engine.devices import find_blocks
 from nestfed.engine.options import Changes, Options, make_options
 from nestfed.engine.planning import make_inputs, make_plan
@@ -409,7 +410,7 @@ def _find_cause(inputs: Inputs, run: Run, plan: Plan) -> tuple[str, int, str, in
 def _watch_step(inputs: Inputs, step: Step, call: Call, index: Any, states: Any, participants: Any) -> tuple[Any, Any]:
     """One step of all clients side by side: (states, did each client send finite values only?)."""
 
-    def one_client(state, place):
+    def one_client(state: Any, place: Participant) -> Any:
         together, well = make_collective(place, call.expected), [jnp.asarray(True)]
         mean = lambda tree, treatment: (well.append(is_finite(tree)), together.mean(tree, treatment))[1]
         gather = lambda tree, reply, key: (well.append(is_finite(tree)), together.gather(tree, reply, key))[1]

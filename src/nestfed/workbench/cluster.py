@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import IO
+from typing import IO, Any
 
 from nestfed.core.settings import UserError
 from nestfed.workbench.task_options import ClusterOptions
@@ -113,7 +113,7 @@ def _start(number: int, place: str, screen: tuple[int, int], stack: contextlib.E
 
 @contextlib.contextmanager
 def _pass_signals_to(members: list[Member]) -> Iterator[None]:
-    def pass_on(number, frame):
+    def pass_on(number: int, frame: Any) -> None:
         for member in members:
             member.child.send_signal(number)
 

@@ -12,9 +12,9 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from nestfed.core.settings import UserError, find_broken_range, setting
+from nestfed.core.settings import Rules, UserError, find_broken_range, setting
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Mapping: "a table"}
 
@@ -28,7 +28,7 @@ def option(
     usual: Any = None,
     short: str | None = None,
     convert: Callable[[Any], Any] | None = None,
-    **rules: Any,
+    **rules: Unpack[Rules],
 ) -> Any:
     """A `setting` that a user gives by name.
 
@@ -166,7 +166,7 @@ class Option:
 class OptionSet:
     """A record of options, which are read and checked when it is made."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, one in list_options(type(self)).items():
             object.__setattr__(self, name, one.read(getattr(self, name)))
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
@@ -102,12 +100,12 @@ class ServerSetup(Preparation):
         posed = _pose(settings, schema, ".")
         grouped = posed.needs_group or posed.options.group is not None
         names = "" if agreed.group is None else agreed.group
-        frame = pd.DataFrame({name: _blank(rule, sites) for name, rule in agreed.columns.items()})
+        frame = pd.DataFrame({name: _make_blank(rule, sites) for name, rule in agreed.columns.items()})
         table = Table("the schema", frame, agreed.label, groups=(names,) if grouped else (), schema=agreed)
         left_out = table.group_columns() if grouped and not posed.options.keep_group else ()
         number, nobody = np.arange(sites, dtype=np.int32), np.zeros(sites, np.int32)
         dealt = Dealt(
-            frame=frame.reindex(columns=[name for name in _feature_names(agreed) if name not in left_out]),
+            frame=frame.reindex(columns=[name for name in _list_feature_names(agreed) if name not in left_out]),
             recipe=posed.options.recipe,
             label=nobody,
             group=nobody,
@@ -135,9 +133,9 @@ class Prepared:
         """Of a stage, given what the stage before has left."""
         return self.scenario.method(method).stages[stage].task(self.scenario, self.setup, before)
 
-    def leave(self, task: Task, server: Any, client: Any = None) -> Any:
-        """What a stage leaves to the next one; `client` is what this site keeps."""
-        return self.scenario.leave(task, server, jax.tree.map(lambda a: jnp.asarray(a)[None], client))
+    def leave(self, task: Task, server: Any, clients: Any = None) -> Any:
+        """What a stage leaves to the next one."""
+        return self.scenario.leave(task, server, clients)
 
 
 def _pose(settings: Mapping[str, Any], schema: str | Path, data: str) -> Tabular[Any]:
@@ -152,10 +150,10 @@ def _pose(settings: Mapping[str, Any], schema: str | Path, data: str) -> Tabular
     return scenario
 
 
-def _feature_names(schema: Schema) -> list[str]:
+def _list_feature_names(schema: Schema) -> list[str]:
     return [name for name, rule in schema.columns.items() if rule.kind != LEFT_OUT]
 
 
-def _blank(rule: ColumnRule, rows: int) -> list[Any]:
+def _make_blank(rule: ColumnRule, rows: int) -> list[Any]:
     """A column of nothing."""
     return [rule.levels[0] if rule.kind == CATEGORY else 0.0] * rows

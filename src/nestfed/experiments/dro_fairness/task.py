@@ -180,10 +180,11 @@ def make_noisy_groups_task(
     noise: float = 0.3,
     resample: bool = True,
     batch_size: int = 16,
+    margin: float = 0.05,
+    reference: str = "rows",
     seed: int = 0,
-    **settings: Any,
 ) -> NoisyGroupsTask:
-    """Logistic regression on these rows; `settings` are those of EqualOpportunity, `seed` draws proxies and start."""
+    """Logistic regression on these rows; `seed` draws proxies and start."""
     groups = len(data.group_names)
     proxy = np.asarray(draw_proxies(data.true_group, noise, seed, groups=groups))
     training = data.part == TRAIN
@@ -198,7 +199,8 @@ def make_noisy_groups_task(
     columns = {"inputs": inputs, "label": label, "group": data.true_group, "proxy": proxy}
     mine = {name: column[training] for name, column in columns.items()}
     model = Perceptron()
-    problem = EqualOpportunity(model=model, shares=(counts / training.sum()).astype(np.float32), **settings)
+    shares = (counts / training.sum()).astype(np.float32)
+    problem = EqualOpportunity(model=model, shares=shares, margin=margin, reference=reference)
     return NoisyGroupsTask.create(
         problem,
         Rows.from_table(mine, data.client[training]),

@@ -92,12 +92,24 @@ class RandomImageClasses(GaussianEncoder, ImageClasses):
 
 
 def make_personal_task(
-    images: PersonalImages, problem: ImageClasses, *, seed: int = 0, batch_size: int = 48, **fields: Any
+    images: PersonalImages,
+    problem: ImageClasses,
+    *,
+    seed: int = 0,
+    batch_size: int = 48,
+    fine_tune_steps: int = 0,
+    fine_tune_lr: float = 0.01,
 ) -> PersonalTask:
-    """The task of these clients, judged by their own test images; all start from one point. Options are those of
-    `PersonalTask`, such as fine_tune_steps."""
-    params = problem.init(jax.random.key(seed), images.shape)
-    return PersonalTask.create(problem, images.train, params, test=images.test, batch_size=batch_size, **fields)
+    """The task of these clients, judged by their own test images; all start from one point."""
+    return PersonalTask.create(
+        problem,
+        images.train,
+        problem.init(jax.random.key(seed), images.shape),
+        test=images.test,
+        batch_size=batch_size,
+        fine_tune_steps=fine_tune_steps,
+        fine_tune_lr=fine_tune_lr,
+    )
 
 
 def measure_newcomer(

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.random import fold_in
 
-from nestfed.core.algorithm import Sample
+from nestfed.core.algorithm import Fed, Sample
+from nestfed.core.rows import ClientRows
 from nestfed.core.scaled import is_scaled
 from nestfed.core.settings import UserError
-from nestfed.core.types import Array
+from nestfed.core.task import Task
+from nestfed.core.types import Array, PyTree
 from nestfed.problems.hypergradients import Dense
 
 TOLERANCE = 1e-13  # of a lower gradient's norm, where the rounding allows it
@@ -49,12 +51,14 @@ class Inner(NamedTuple):
     y: Any  # what the outer function gets: the mean of all, or the client's own
 
 
-def _compute_single_level_part(problem, x, server, client, data, fed) -> Part:
+def _compute_single_level_part(problem: Any, x: Array, server: Any, client: Any, data: ClientRows, fed: Fed) -> Part:
     value_and_gradient = lambda sample: (problem.value(x, sample), problem.gradient(x, sample))
     return Part(*data.average(lambda batch: value_and_gradient(Sample(batch, fed.key))))
 
 
-def compute_bilevel_part(problem, x, server, client, data, fed, estimator: Any = EXACT) -> Part:
+def compute_bilevel_part(
+    problem: Any, x: Array, server: Any, client: Any, data: ClientRows, fed: Fed, estimator: Any = EXACT
+) -> Part:
     common = fed.mean if problem.scope == "global" else lambda tree: tree
     look = lambda search: search.after(*common(_compute_lower_derivatives(problem, x, search.trial, data, fed.key)))
     search = _Search.start(find_lower_variable(server, client))
@@ -76,7 +80,7 @@ def compute_bilevel_part(problem, x, server, client, data, fed, estimator: Any =
 
 
 @jax.jit
-def _compute_lower_derivatives(problem, x, y, data, key):
+def _compute_lower_derivatives(problem: Any, x: Array, y: Array, data: ClientRows, key: Array) -> tuple[Array, Array]:
     """(dg/dy, d2g/dy2) over all rows."""
     hessian = jax.hessian(problem.lower_flat, 1)
     both = lambda sample: (problem.grad_lower(x, y, sample), hessian(x, y, sample))
@@ -84,14 +88,16 @@ def _compute_lower_derivatives(problem, x, y, data, key):
 
 
 @jax.jit
-def _compute_upper_derivatives(problem, x, y, data, key):
+def _compute_upper_derivatives(
+    problem: Any, x: Array, y: Array, data: ClientRows, key: Array
+) -> tuple[Array, tuple[Array, Array], Array]:
     """(f, (df/dx, df/dy), d2g/dxdy) over all rows."""
     mixed = jax.jacfwd(jax.grad(problem.lower_flat, 0), 1)
     all_of_it = lambda s: (problem.upper_flat(x, y, s), problem.grad_upper(x, y, s), mixed(x, y, s))
     return data.average(lambda batch: all_of_it(Sample(batch, key)), rows_at_once=MATRICES_AT_ONCE)
 
 
-def _compute_compositional_part(problem, x, server, client, data, fed) -> Part:
+def _compute_compositional_part(problem: Any, x: Array, server: Any, client: Any, data: ClientRows, fed: Fed) -> Part:
     common = fed.mean if problem.scope == "global" else lambda tree: tree
     own = compute_inner_values(problem, x, data, fed.key)
     y = common(own)
@@ -101,22 +107,22 @@ def _compute_compositional_part(problem, x, server, client, data, fed) -> Part:
 
 
 @jax.jit
-def compute_inner_values(problem, x, data, key) -> Any:
+def compute_inner_values(problem: Any, x: Array, data: ClientRows, key: Array) -> Any:
     """g_k(x) over all rows, plain or Scaled."""
     return data.average(lambda batch: problem.inner_flat(x, Sample(batch, key)))
 
 
 @jax.jit
-def _compute_outer_slope(problem, y, data, key) -> Any:
+def _compute_outer_slope(problem: Any, y: Any, data: ClientRows, key: Array) -> Any:
     return data.average(lambda batch: problem.grad_outer(y, Sample(batch, key)))
 
 
 @jax.jit
-def _compose(problem, x, y, slope, data, key):
+def _compose(problem: Any, x: Array, y: Any, slope: Any, data: ClientRows, key: Array) -> tuple[Array, Array]:
     """(h + f(y), grad h + J g^T slope) over all rows."""
     extra = lambda x, batch: problem.extra(problem.tree(0, x), batch, key)
 
-    def linear(x, batch):
+    def linear(x: Array, batch: PyTree) -> Array:
         # Not through the problem's pull-back, which may bound weights: an exact gradient is that of the objective.
         return extra(x, batch) + _multiply(slope, problem.inner_flat(x, Sample(batch, key)))
 
@@ -139,14 +145,14 @@ PARTS: dict[str, Callable[..., Part]] = {
 }
 
 
-def compute_part(task, x, server, client, data, fed) -> Part:
+def compute_part(task: Task, x: Array, server: Any, client: Any, data: ClientRows, fed: Fed) -> Part:
     family = task.problem.family
     if family not in PARTS:
         raise UserError(f"there is no exact objective for {family} problems yet; there is for {', '.join(PARTS)}.")
     return PARTS[family](task.problem, x, server, client, data, fed)
 
 
-def find_lower_variable(server, client):
+def find_lower_variable(server: Any, client: Any) -> Array:
     return server.y if client.y is None else client.y
 
 
@@ -158,16 +164,16 @@ class _Solved:
     hessian: Array
     mixed: Array  # d2g/dxdy
 
-    def grad_upper(self, x, y, sample):
+    def grad_upper(self, x: Array, y: Array, sample: Any) -> tuple[Array, Array]:
         return self.gradients
 
-    def hessian_vector(self, x, y, sample, v):
+    def hessian_vector(self, x: Array, y: Array, sample: Any, v: Array) -> Array:
         return self.hessian @ v
 
-    def hessian_solve(self, x, y, sample, v):
+    def hessian_solve(self, x: Array, y: Array, sample: Any, v: Array) -> Array:
         return jnp.linalg.solve(self.hessian, v)
 
-    def mixed_vector(self, x, y, sample, v):
+    def mixed_vector(self, x: Array, y: Array, sample: Any, v: Array) -> Array:
         return self.mixed @ v
 
 

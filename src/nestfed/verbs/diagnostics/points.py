@@ -92,7 +92,7 @@ def measure_estimator_error(
     check_positive("repeats", repeats)
 
     @jax.jit
-    def sample(task, key):
+    def sample(task: Task, key: Array) -> Array:
         place = make_only_participant(task.data.ids[client])._replace(position=client)
         at_work = make_client(task, place, Call(key, 0, (), 1.0))
         one = lambda repeat: estimate(task.problem, make_draws(task, at_work, repeat))  # one step after the other

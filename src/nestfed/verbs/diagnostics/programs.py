@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.random import normal
 
-from nestfed.core.algorithm import Sample
+from nestfed.core.algorithm import Cohort, Fed, Sample
+from nestfed.core.rows import ClientRows
 from nestfed.core.scaled import is_scaled
 from nestfed.core.settings import UserError
+from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
 from nestfed.problems.robust import WeighsRows
 from nestfed.verbs.diagnostics.exact import (
@@ -26,14 +28,14 @@ from nestfed.verbs.diagnostics.exact import (
 LANCZOS_STEPS = 50  # exact up to this dimension, estimates from inside the spectrum beyond it
 
 
-def objective(task, server, client, data, fed):
+def objective(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """Exact objective (the value function h of bilevel problems) and squared norm of its gradient at the server's x."""
     part = compute_part(task, server.x, server, client, data, fed)
     value, gradient = fed.mean((part.value, part.gradient))
     return {"objective": value, "gradient_norm2": square_norm(gradient)}
 
 
-def single_level(task, server, client, data, fed):
+def single_level(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """`objective`, differences between the clients' gradients, and `consensus` if the run keeps unsynced states.
 
     gradient_deviation  max_k ||grad_k - grad||;   gradient_diameter: max_{k,j} ||grad_k - grad_j||
@@ -42,7 +44,7 @@ def single_level(task, server, client, data, fed):
     return values | (consensus(task, server, client, data, fed) if fed.unsynced is not None else {})
 
 
-def bilevel(task, server, client, data, fed):
+def bilevel(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """What `single_level` reports, for the hypergradient, and how well the algorithm follows the lower level.
 
     lower_solution_diameter  max_{k,j} ||y_k(x) - y_j(x)||, where every client has a lower problem
@@ -67,7 +69,7 @@ def bilevel(task, server, client, data, fed):
     return values
 
 
-def compositional(task, server, client, data, fed):
+def compositional(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """What `single_level` reports, for the composition, and how well the algorithm follows the inner function.
 
     inner_deviation    max_k ||g_k(x) - g(x)||, where the inner function is the average over clients
@@ -98,7 +100,7 @@ def compositional(task, server, client, data, fed):
     return values
 
 
-def worst_case(task, server, client, data, fed):
+def worst_case(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """Tell what share of the rows a robust objective (`nestfed.problems.robust`) looks at, at the server's x.
 
     effective_share  (mean w)^2 / mean w^2 of the rows' weights w: 1 if all count alike; times the number of rows it is
@@ -115,7 +117,7 @@ def worst_case(task, server, client, data, fed):
     return problem.describe_weights(x, lambda function: fed.mean(data.average(function)), fed.key)
 
 
-def gradients(task, server, client, data, fed):
+def gradients(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """The exact gradient [d] at the server's x, the clients' parts of it [clients, d] in order of ids, the objective.
 
     For bilevel problems the gradient is the hypergradient; the lower solutions [clients, d_y] come with it, and their
@@ -124,7 +126,9 @@ def gradients(task, server, client, data, fed):
     return _gather_gradients(compute_part(task, server.x, server, client, data, fed), fed)
 
 
-def hypergradients(task, server, client, data, fed, estimator=EXACT):
+def hypergradients(
+    task: Task, server: Any, client: Any, data: ClientRows, fed: Fed, estimator: Callable[..., Any] = EXACT
+) -> dict[str, Array]:
     """`gradients` of a bilevel problem by any hypergradient estimator, on the whole data and at the exact y(x).
 
     For instance `functools.partial(hypergradients, estimator=Neumann(terms=5, lr=0.1))`, to compare with the default.
@@ -132,7 +136,7 @@ def hypergradients(task, server, client, data, fed, estimator=EXACT):
     return _gather_gradients(compute_bilevel_part(task.problem, server.x, server, client, data, fed, estimator), fed)
 
 
-def consensus(task, server, client, data, fed):
+def consensus(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """mean_k ||v_k - mean v||^2 of every shared vector v just before the last step of the round.
 
     A client that was absent counts with its state of the last round in which it took part.
@@ -146,7 +150,7 @@ def consensus(task, server, client, data, fed):
     return {f"consensus_{name}": error for name, error in errors.items()}
 
 
-def momentum_errors(task, server, client, data, fed):
+def momentum_errors(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """||nu - mean_k grad h_k||^2 and mean_k ||omega_k - dg_k/dy||^2, for methods with local lower problems.
 
     Momenta are compared with the exact values at the points where they were formed: the clients' own points before the
@@ -161,7 +165,7 @@ def momentum_errors(task, server, client, data, fed):
     return {"nu_error": square_norm(server.nu - gradient), "omega_error": omega_error}
 
 
-def curvature(task, server, client, data, fed):
+def curvature(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """The extreme eigenvalues over all clients' Hessians: of the loss in x, or of the lower objective in y.
 
     They bound those of the average. At the state's point, and so at y itself, not at y(x).
@@ -182,7 +186,7 @@ def curvature(task, server, client, data, fed):
     return {"smallest_curvature": -minus_smallest, "largest_curvature": largest}
 
 
-def lipschitz_quotient(task, server, client, data, fed):
+def lipschitz_quotient(task: Task, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
     """||grad F(x') - grad F(x)|| / ||x' - x|| for a point x' near x in the direction of the gradient.
 
     A lower bound of the smoothness of the exact objective (of h, for bilevel problems), where descent feels it.
@@ -200,13 +204,13 @@ def lipschitz_quotient(task, server, client, data, fed):
 # ------------------------------------------------------------------------------------------------- parts of programs
 
 
-def _compare(part: Part, vectors: dict[str, Array], fed, **centred: Array) -> dict[str, Array]:
+def _compare(part: Part, vectors: dict[str, Array], fed: Fed, **centred: Array) -> dict[str, Array]:
     """Objective and gradient norm, and how much the clients' gradients and other vectors differ: the largest distance
     from the mean of `centred` ones (given as differences to it), the largest distance of two clients of `vectors`."""
     value, gradient = fed.mean((part.value, part.gradient))
     centred = {"gradient": part.gradient - gradient} | centred
 
-    def reply(values, cohort, slot, key):
+    def reply(values: Any, cohort: Cohort, slot: Array, key: Array) -> dict[str, Array]:
         centred, vectors = values
         farthest = lambda vectors, v: jnp.sqrt(
             jnp.max(jnp.where(cohort.present, jnp.sum((vectors - v[None]) ** 2, 1), 0))
@@ -226,7 +230,7 @@ def _subtract(y: Any, of: Any) -> Array:
     return y.log() - of.log() if is_scaled(y) else y - of
 
 
-def _gather_gradients(part: Part, fed) -> dict[str, Array]:
+def _gather_gradients(part: Part, fed: Fed) -> dict[str, Array]:
     value, gradient = fed.mean((part.value, part.gradient))
     side_by_side = {"gradients": part.gradient}
     if part.lower is not None:
@@ -234,12 +238,12 @@ def _gather_gradients(part: Part, fed) -> dict[str, Array]:
     return {"objective": value, "gradient": gradient} | _gather_by_client(side_by_side, fed)
 
 
-def _agree(tree: PyTree, reply: Callable, fed) -> PyTree:
+def _agree(tree: PyTree, reply: Callable, fed: Fed) -> PyTree:
     """A gather that gives all clients the same answer; only a mean can prove that to the engine."""
     return fed.mean(fed.gather(tree, reply=reply))
 
 
-def _gather_by_client(tree: PyTree, fed) -> PyTree:
+def _gather_by_client(tree: PyTree, fed: Fed) -> PyTree:
     """Everybody's values side by side, in order of ids: a cohort may come in any order."""
     ids = _agree((), lambda values, cohort, slot, key: cohort.ids.astype(float), fed)
     return jax.tree.map(lambda values: values[jnp.argsort(ids)], fed.gather(tree))
@@ -255,7 +259,7 @@ def find_extreme_eigenvalues(product: Callable[[Array], Array], like: Array, key
     fresh = normal(key, (steps + 1, size), like.dtype)
     unit = lambda v: v / jnp.sqrt(square_norm(v))
 
-    def step(j, carry):
+    def step(j: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         basis, diagonal, beside = carry
         orthogonal = lambda v: v - basis.T @ (basis @ v)
         image = product(basis[j])

@@ -122,7 +122,7 @@ class GroupWeights(Bilevel):
         number = self.groups * (2 if self.by_label else 1)
         return jnp.ones(number) if self.form == "projected" else jnp.zeros(number)
 
-    def weights(self, x):
+    def weights(self, x: Array) -> Array:
         return x if self.form == "projected" else x.size * jax.nn.softmax(x)
 
     def upper(self, x, y, batch, key):
@@ -163,7 +163,7 @@ class GapWeights(GroupWeights):
     def start(self):
         return {"weights": super().start(), "prices": jnp.zeros(self.groups)}
 
-    def weights(self, x):
+    def weights(self, x: Array) -> Array:
         return super().weights(x["weights"])
 
     def project_x(self, x):

@@ -260,7 +260,7 @@ def measure_logit_gradients(model: Any, theta: PyTree, inputs: Array) -> Array:
 def make_robust_loss(scenario: "Robust", setup: RobustSetup, before: Any) -> TabularTask:
     """The robust loss of the training rows."""
     # Training rows only, of all that a client holds; where clients count alike, rows of small ones weigh more.
-    heaviest = np.max(setup.train_sizes / setup.weigh_clients(scenario.options.averaging))
+    heaviest = np.max(setup.train_sizes / setup.weigh_clients(scenario.options.client_weights))
     problem, start = scenario.adversary.pose(
         RowLosses(setup.model), scenario.options.penalty, float(heaviest), setup.theta
     )
@@ -285,7 +285,7 @@ def choose_step_size(scenario: "Robust") -> float:
 
 def choose_clip(scenario: "Robust", setup: RobustSetup) -> float:
     """A row far out that is drawn in a batch must not move a client further than a usual row that is all wrong."""
-    return float(f"{setup.find_usual_gradient(scenario.options.averaging):.3g}")
+    return float(f"{setup.find_usual_gradient(scenario.options.client_weights):.3g}")
 
 
 def _make_robust_method(name: str, title: str, description: str, **settings: Any) -> Method:

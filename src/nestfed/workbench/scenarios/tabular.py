@@ -109,6 +109,23 @@ class PooledTask(TabularTask):
     model: RowModel = static()
     total: int = static()  # rows of all clients
 
+    def mean_metrics(self, server, client, data, fed):
+        """Means over clients, where nobody gives outputs of rows away."""
+        theta = self.problem.params_of(server, client)
+
+        def add_up(batch: PyTree) -> Array:
+            rows, _ = batch
+            correct = (self.model(theta, rows["inputs"]) > 0) == (rows["label"] == 1)
+            values = jnp.stack([jnp.ones_like(rows["label"]), compute_losses(self.model, theta, rows), correct], 1)
+            return jax.nn.one_hot(rows["part"], len(PARTS)).T @ values / len(values)
+
+        sums = data.average(add_up, rows_at_once=ROWS_AT_ONCE)  # [parts, (rows, loss, correct)]
+        there = sums[:, :1] > 0
+        sums = fed.mean(jnp.where(there, sums / jnp.where(there, sums[:, :1], 1), 0))
+        held = jnp.where(sums[:, 0] > 0, sums[:, 0], jnp.nan)  # by how many a part has rows
+        named = {"loss": sums[:, 1] / held, "accuracy": sums[:, 2] / held}
+        return {f"{part}_{name}": values[i] for i, part in enumerate(PARTS) for name, values in named.items()}
+
     def pool(self, theta: PyTree, data: ClientRows, fed: Fed) -> Pool:
         place = jnp.arange(data.largest, dtype=data.size.dtype)
         mine = data.take(jnp.minimum(place, data.size - 1))
@@ -431,7 +448,7 @@ class Tabular(Scenario[Setup]):
         **fields: Any,
     ) -> TabularTask:
         """The task of solving this problem on a seed's rows from this start."""
-        usual = setup.weigh_clients(self.options.averaging)
+        usual = setup.weigh_clients(self.options.client_weights)
         weights = usual if averaging is None else setup.weigh_clients(averaging)
         # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
         # mean with the usual weights.
