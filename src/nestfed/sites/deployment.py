@@ -259,7 +259,7 @@ def run_local(
     request = Request.of({**settings, "tune": False})
     _check_request(request)
     where = out or find_fresh(RUNS / f"deploy-{request.task}")
-    command = f"{request.command('deploy local')} --sites {sites} --engine {chosen}"
+    command = f"nestfed deploy local{request.command().removeprefix('nestfed run')} --sites {sites} --engine {chosen}"
     with tempfile.TemporaryDirectory(prefix="nestfed-") as folder, _say_how_to_go_on(f"{command} --out {where}"):
         work = Path(folder)
         files, schema = _deal_rows(request, sites, work)
