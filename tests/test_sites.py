@@ -21,7 +21,7 @@ from nestfed.core.settings import UserError
 from nestfed.engine import rounds as engine
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
-from nestfed.sites.coordinator import Coordinator, Roll, Run, Unanswered
+from nestfed.sites.coordinator import AGAIN, Coordinator, Roll, Run, Unanswered
 from nestfed.sites.link import LoopbackLink, LostSite
 from nestfed.sites.wire import Letter, pack, unpack
 from nestfed.sites.worker import Leg
@@ -393,6 +393,12 @@ def test_sites_of_another_precision_version_or_settings_are_named_before_the_sta
         central.train(progress=False)
 
 
+def open_elsewhere(federation):
+    """A letter whose run would put a site's state where it does not belong."""
+    run, leg = Run("../../elsewhere", {}, None, 0, tuple(NAMES)), Leg(method="fedavg", seed=0, stage=0, changes={})
+    return pack(Letter({"kind": "open", **run.header(0), "leg": leg, "sums": 0}))
+
+
 def test_letters_of_another_kind_are_refused_in_one_line(federation):
     refusals = {}
     for name, letter in {
@@ -401,6 +407,7 @@ def test_letters_of_another_kind_are_refused_in_one_line(federation):
         "nothing": b"",
         "ticket": pack(Letter({"kind": "ticket", "run": "never", "leg": "opened"})),
         "field": pack(Letter({"kind": "open", "leg": {}})),
+        "path": open_elsewhere(federation),
     }.items():
         (answer,) = dict(federation.link.ask({"north": letter}, 30.0)).values()
         refusals[name] = unpack(answer).header["refused"]
@@ -410,6 +417,7 @@ def test_letters_of_another_kind_are_refused_in_one_line(federation):
         "nothing": "cut off",
         "ticket": "restarted, or is in another run",
         "field": "does not fit",
+        "path": "names have letters, digits",
     }
     assert all(word in refusals[name] and "\n" not in refusals[name] for name, word in words.items())
 
@@ -435,3 +443,18 @@ def test_noisy_round_that_loses_a_site_does_not_count(federation):
     result, said = train_with_absences(federation, "fedavg", link, 3, **more)
     assert result.participants.tolist() == [3, 0, 3]
     assert result.history["epsilon"][-1] > 0 and "a cable is cut" in said[0]
+
+
+def test_sites_that_have_compiled_are_not_waited_for_as_long_as_at_first(federation):
+    """Else a site that is gone, where nobody says so, would cost the time of a compilation."""
+
+    class Clock(Meddling):
+        def ask(self, letters, timeout):
+            header = unpack(next(iter(letters.values()))).header
+            if header["kind"] == "ticket":
+                waits.append((header["round"], timeout))
+            return super().ask(letters, timeout)
+
+    waits = []
+    coordinator(federation, "fedavg", link=Clock(federation.link), rounds=3).train(progress=False)
+    assert waits == [(-1, 120.0), (0, 120.0), (1, AGAIN), (2, AGAIN)]

@@ -259,12 +259,12 @@ def run_local(
     request = Request.of({**settings, "tune": False})
     _check_request(request)
     where = out or find_fresh(RUNS / f"deploy-{request.task}")
-    command = f"{request.command('deploy local')} --sites {sites} --engine {chosen}"
+    command = f"nestfed deploy local{request.command().removeprefix('nestfed run')} --sites {sites} --engine {chosen}"
     with tempfile.TemporaryDirectory(prefix="nestfed-") as folder, _say_how_to_go_on(f"{command} --out {where}"):
         work = Path(folder)
         files, schema = _deal_rows(request, sites, work)
         say(f"{len(files)} sites on this machine, letters carried by {chosen}")
-        with open_local(chosen, work / "kits", files, say) as link:
+        with open_local(chosen, work / "kits", files, where / "sites", say) as link:
             if masked:
                 _share_mask_keys(work / "kits", list(files))
             how: dict[str, Any] = {"resume": resume, "masked": masked, "progress": progress, "say": say}
