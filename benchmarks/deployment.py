@@ -189,12 +189,12 @@ def measure_rounds(link, sites, method: str, rounds: int, folder: Path) -> dict[
     begins = {}
     for number, began, _ in watch.tickets:
         begins.setdefault(number, began)
-    marks = [begins[number] for number in sorted(begins) if number >= 1]
+    marks = [*(begins[number] for number in sorted(begins) if number >= 1), watch.tickets[-1][2]]
     exchanges = [end - began for number, began, end in watch.tickets if number >= 1]
     return {
         "round_s": statistics.median(b - a for a, b in zip(marks, marks[1:], strict=False)),
         "exchange_s": statistics.median(exchanges),
-        "exchanges_per_round": len(exchanges) / len(marks),
+        "exchanges_per_round": len(exchanges) / (len(marks) - 1),
         "gap_to_simulate": gap,
     }
 
@@ -230,10 +230,8 @@ def measure(engine: str, number: int, rounds: int) -> dict[str, float | str | di
             before = measure_empty(link, sites, repetitions)
             print(f"{engine}: start {said['start_s']:.1f} s, empty {before:.4f} s", flush=True)
         with run_workers(folder, paths) as workers:
-            few = 2 if engine == "flower" else rounds
-            methods = {"fedavg": few + 1} if number > 3 else {"fedavg": few + 1, "feddro": few + 1, "million": few + 1}
-            parts = {}
-            for method, count in methods.items():
+            count, parts = (2 if engine == "flower" else rounds + 1), {}
+            for method in ("fedavg",) if number > 3 else ("fedavg", "feddro", "million"):
                 began = time.perf_counter()
                 parts[method] = measure_rounds(link, sites, method, count, folder)
                 parts[method] |= {"rounds": count, "all_s": time.perf_counter() - began}

@@ -86,6 +86,8 @@ def test_algorithms_equal_their_simulations(federation):
     federation.nodes["c"] = start_site(federation.folder / "kits" / "c", federation.folder / "c")
     for worker in federation.workers.values():
         worker.close()
+    for stranger in federation.strangers:
+        stranger.stop()
     with run_workers(federation.folder, {name: federation.folder / name for name in SITES}):
         for name in ("fedavg", "scaffold", "feddro"):
             check_equal_to_simulation(federation.link, SITES, name, federation.folder / f"{name}.run", rounds=1)
