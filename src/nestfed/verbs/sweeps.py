@@ -314,7 +314,7 @@ class _Stack(NamedTuple):
     def each(self, function: Callable[..., Any], *own: Any) -> Any:
         """function(inputs, *own) for every setting and seed; `own` has leaves [settings, seeds, ...]."""
 
-        def one(pair, task, key, noise, *own):
+        def one(pair: tuple[Algorithm, Any], task: Task, key: Array, noise: Array, *own: Any) -> Any:
             algorithm, problem = pair
             task = self.batch.complete(task, problem)
             return function(Inputs(algorithm, task, key, noise, self.dropout, self.uploads), *own)
@@ -331,7 +331,7 @@ def _map_along(length: int, function: Callable, axes: tuple[int | None, ...]) ->
     if length > 1:
         return jax.vmap(function, axes)
 
-    def alone(*arguments):
+    def alone(*arguments: Any) -> Any:
         own = [a if axis is None else jax.tree.map(lambda v: v[0], a) for a, axis in zip(arguments, axes, strict=True)]
         return jax.tree.map(lambda v: v[None], function(*own))
 
