@@ -259,12 +259,13 @@ class _TaskBatch:
         pools = {id(t.data.columns): t.data.columns for t in tasks}
         sizes = [jax.tree.leaves(pool)[0].shape[0] if jax.tree.leaves(pool) else 0 for pool in pools.values()]
         starts = dict(zip(pools, np.cumsum(sizes) - sizes, strict=True))
-        shift = lambda t: dataclasses.replace(
-            _remove_columns(t),
-            data=dataclasses.replace(
-                t.data, columns=None, offsets=np.asarray(t.data.offsets + starts[id(t.data.columns)], np.int32)
-            ),
-        )
+
+        def shift(task: Task) -> Task:
+            offsets = np.asarray(task.data.offsets + starts[id(task.data.columns)], np.int32)
+            return dataclasses.replace(
+                _remove_columns(task), data=dataclasses.replace(task.data, columns=None, offsets=offsets)
+            )
+
         return cls(
             columns=jax.tree.map(lambda *parts: np.concatenate(parts), *pools.values()),
             tasks=jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(shift, tasks)),
