@@ -11,6 +11,7 @@ Tables that are in the JSON file already are kept, so that an interrupted benchm
 import argparse
 import dataclasses
 import json
+import operator
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class Bar:
     against      the best of these methods, by their mean, is what it is compared with
     ratio        compared by the ratio of values in place of their difference
     at_most, at_least      the bound on the mean over seeds; one of them also says which values are the good ones
-    clear        must the whole 95 % interval keep the bound?
+    clear        must the whole 95 % interval lie beyond the bound?
     where_above  asked only where the other method's mean is above this
     tables       on how many tables it must hold; None: on all that are asked
     """
@@ -68,7 +69,11 @@ class Bar:
         found = pair(own / other, 0 * own) if self.ratio else pair(own, other)
         asked = self.where_above is None or other.mean() > self.where_above
         low, high = (found.low, found.high) if self.clear else (found.mean, found.mean)
-        kept = (self.at_most is None or high <= self.at_most) and (self.at_least is None or low >= self.at_least)
+        # A whole interval lies beyond its bound; that of methods which are the same everywhere does not.
+        above, below = (operator.gt, operator.lt) if self.clear else (operator.ge, operator.le)
+        kept = (self.at_most is None or below(high, self.at_most)) and (
+            self.at_least is None or above(low, self.at_least)
+        )
         return {
             "against": best,
             "mean": found.mean,

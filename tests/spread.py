@@ -14,9 +14,23 @@ import conftest  # noqa: F401  the settings of all tests
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import CASES, TASKS, PlainSorting, sorted_rows
 
-from nestfed import CentralDP, Diverged, LocalDP, Rows, Task, advance, make, personalise, simulate, start, struct
+from nestfed import (
+    CentralDP,
+    Diverged,
+    LocalDP,
+    Rows,
+    Task,
+    UserError,
+    advance,
+    make,
+    personalise,
+    simulate,
+    start,
+    struct,
+)
 from nestfed.engine import processes, rounds
 from nestfed.engine.devices import find_blocks
 from nestfed.engine.options import Options
@@ -185,12 +199,22 @@ def check_messages() -> None:
         assert lowered.as_text().count("stablehlo.all_reduce") == exchanges + 1, name
 
 
+def check_metrics_of_all_rows() -> None:
+    """A metric that wants everybody's rows is told where they are."""
+    task = TASKS["single level"](SIZES)
+    for read in (lambda columns: columns[0], lambda columns: list(columns), lambda columns: columns.mean()):
+        metrics = lambda task, server, client, data, fed: {"found": read(task.data.columns)}  # noqa: B023
+        with pytest.raises(UserError, match="its own clients' alone"):
+            simulate(make("fedavg", lr=0.1), task, rounds=1, metrics=metrics)
+
+
 def main(folder: str, *names: str) -> None:
     if "NESTFED_TEST_JOIN" in os.environ:
         coordinator, number, own = os.environ["NESTFED_TEST_JOIN"].split(",")
         processes.join(coordinator, int(number), int(own))
     check_layout()
     check_messages()
+    check_metrics_of_all_rows()
     for name in names:
         found = find(Path(folder), name)
         if processes.is_first():

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 from jax.flatten_util import ravel_pytree
 
@@ -241,3 +242,25 @@ def test_neumann_step_is_below_the_inverse_curvature(scenario, trials):
     )  # attained at zero logits with weights of 2
     (weights_stage, _) = scenario.make_algorithms("fedbio", setup, {})
     assert weights_stage.hypergradient.lr == pytest.approx(1 / top, rel=0.05)
+
+
+@pytest.mark.parametrize("sizes, found", [((400, 300), 350), ((500, 6, 40), 200), ((30, 0, 20), 10)])
+def test_the_gap_by_chance_is_that_of_permuted_groups(sizes, found):
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    hits = np.arange(groups.size) < found
+    generator = np.random.default_rng(1)
+    counted = lambda owner: (
+        np.bincount(owner, hits, len(sizes))[np.array(sizes) > 0] / np.array(sizes)[np.array(sizes) > 0]
+    )
+    gaps = [np.ptp(counted(generator.permutation(groups))) for _ in range(2000)]
+    counts = np.bincount(groups, hits, len(sizes))
+    expected = np.quantile(gaps, 0.95)
+    assert fairness.find_gap_by_chance(np.array(sizes), counts) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_run_says_where_a_gap_may_be_chance(scenario):
+    frame = pd.DataFrame({"method": ["fedavg", "fedavg"], "test_predicted_positive": 0.2, "test_eqopp": [0.1, 0.2]})
+    said = lambda by_chance: scenario.list_warnings(frame.assign(test_eqopp_by_chance=by_chance))
+    assert said(0.1) == []
+    (warning,) = said(0.2)
+    assert "0.150, may be chance" in warning and "up to 0.200" in warning

@@ -25,7 +25,8 @@ LAYERS = {
         "core", "uploads", "problems", "models", "data", "report", "algorithms", "engine", "verbs", "workbench",
     },
     "sklearn": {"core", "data", "workbench"},
-    "cli": {"core", "data", "report", "algorithms", "workbench", "experiments"},
+    "sites": {"core", "uploads", "data", "report", "algorithms", "engine", "verbs", "workbench"},
+    "cli": {"core", "data", "report", "algorithms", "workbench", "experiments", "sites"},
 }  # fmt: skip
 SOURCE = Path(nestfed.__file__).parent
 MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
@@ -36,17 +37,17 @@ ALIKE = {"fairness", "auprc", "personal", "maml", "privacy"}
 # Functions are named by what they do: these words begin their names (after an underscore), or one of a question.
 VERBS = set(
     """
-    adapt add advance agree align answer append apply ask assign attempt average begin bound call capitalise change
-    check choose claim clip collect combine compare compose compute connect convert convolve correct count crop cut
-    deal decide decode deploy derive descend describe divide download draw drop dump embed end escape estimate
-    evaluate exchange explain federate fetch fill find finish fit flatten fold follow format gather get group gunzip
-    halve hang hash hide hold identify init inspect join judge keep label lead list listen load locate lower make
-    map mark maximise measure merge minimise move multiply name need normalise obtain open outline pair parse pass
-    pick predict prefer prepare print prove pull read receive recommend refuse relay remove render repeat replace
-    replay reply report reproduce respond restrict round run save say scale seed select send serve set settle shape
-    share shorten show shuffle simulate solve split spoil spread square stack standardise start step strip subtract
-    suggest sum summarise sweep tabulate take tell thin train tune turn unzip update use validate wait watch weigh
-    widen write
+    adapt add advance agree align answer append apply ask assign attempt average begin bound call capitalise carry
+    change check choose claim clip collect combine compare compose compute connect convert convolve correct count
+    crop cut deal decide decode deploy derive descend describe divide download draft draw drop dump embed end escape
+    estimate evaluate exchange explain federate fetch fill find finish fit flatten fold follow format gather get
+    group gunzip halve hang hash hide hold identify init inspect join judge keep label lead list listen load locate
+    lower make map mark maximise measure merge minimise move multiply name need normalise obtain open outline pack
+    pair parse pass pick pose predict prefer prepare print prove pull rank read receive recommend refuse relay
+    remove render repeat replace replay reply report reproduce respond restrict round run save say scale seed select
+    send serve set settle shape share shorten show shuffle simulate solve split spoil spread square stack
+    standardise start step strip subtract suggest sum summarise sweep tabulate take tell thin trace train tune turn
+    unpack unzip update use validate wait watch weigh widen write
     """.split()
 )
 VERBS |= {"blow_up", "fine_tune"}  # a first word that is no verb by itself

@@ -21,7 +21,18 @@ from nestfed.problems import SingleLevel
 from nestfed.uploads.privacy import CentralDP, LocalDP, Spending
 from nestfed.uploads.transforms import GaussianNoise, Quantise
 from nestfed.verbs.cost import find_spending
-from nestfed.verbs.messages import START, Node, ProtocolError, Server, Ticket, deploy
+from nestfed.verbs.messages import (
+    START,
+    Member,
+    Memory,
+    Node,
+    ProtocolError,
+    Server,
+    Standing,
+    Ticket,
+    deploy,
+    select_client,
+)
 from nestfed.verbs.simulation import advance, start
 
 SIZE = 2000
@@ -134,12 +145,11 @@ def test_settings_seeds_and_rounds_of_a_sweep_share_no_noise():
 def test_a_trusted_server_never_repeats_its_noise():
     """The same round with the same answers, asked twice: as after going back to a checkpoint."""
     task = silence()
-    nodes = {k: Node(FEDAVG, dataclasses.replace(task, data=task.data.only(k), weights=np.ones(1)), 0, uploads=CENTRAL)
-             for k in range(3)}  # fmt: skip
-    server, weights = Server(FEDAVG, task, 0, uploads=CENTRAL), dict.fromkeys(range(3), 1.0)
-    send = lambda tickets: {k: nodes[k].receive(ticket) for k, ticket in tickets.items()}
-    state = server.serve(START, None, weights, 1.0, send)
-    assert unrelated(*(server.serve(0, state, weights, 1.0, send).x for _ in range(3)))
+    nodes = {k: Node(FEDAVG, select_client(task, k), 0, uploads=CENTRAL) for k in range(3)}
+    server, members = Server(FEDAVG, task, 0, uploads=CENTRAL), dict.fromkeys(range(3), Member(1 / 3))
+    send = lambda tickets: ((k, nodes[k].receive(ticket)) for k, ticket in tickets.items())
+    position = server.serve(START, None, members, send)
+    assert unrelated(*(server.serve(0, position, members, send).server.x for _ in range(3)))
     assert not np.array_equal(*(deploy(FEDAVG, task, 0, rounds=1, uploads=LOCAL).server.x for _ in range(2)))
 
 
@@ -151,13 +161,17 @@ def node(uploads=LOCAL, secret=b"0123456789abcdef", store=None, algorithm=FEDAVG
     return Node(algorithm, task, 0, store, uploads=uploads, secret=secret)
 
 
+BEGUN = Standing(START, 7, None)
+
+
 def asked(node, *tickets):
-    answers = [node.receive(ticket) for ticket in (Ticket(START, 0, None, 1.0, None), *tickets)]
+    answers = [node.receive(ticket) for ticket in (Ticket(START, 7, 0), *tickets)]
     return answers[-1]
 
 
-def call_up(round=0, value=0.0, share=1.0):
-    return Ticket(round, 0, FEDAVG.State(np.full(SIZE, value)), share, None)
+def call_up(round=0, value=0.0, share=1.0, attempt=1):
+    since = BEGUN if round == 0 else Standing(round - 1, 1, None)
+    return Ticket(round, attempt, 0, None, FEDAVG.State(np.full(SIZE, value)), share, since)
 
 
 def test_a_node_needs_a_secret_that_cannot_be_guessed():
@@ -175,9 +189,8 @@ def test_a_node_binds_its_noise_to_all_that_it_was_told():
     moved = asked(node(), call_up(value=2.0))[0] - 2.0
     shared = asked(node(), call_up(share=0.5))[0]
     next_round = node()
-    next_round.receive(Ticket(START, 0, None, 1.0, None))
+    next_round.receive(Ticket(START, 7, 0))
     first = next_round.receive(call_up())[0]
-    next_round.receive(Ticket(0, 1, call_up().server, 1.0, [np.zeros(SIZE)]))
     second = next_round.receive(call_up(round=1))[0]
     assert np.array_equal(first, same)
     another = asked(node(algorithm=make("fedavg", lr=0.2)), call_up())[0]
@@ -190,12 +203,12 @@ def test_a_node_refuses_a_question_that_differs_from_the_one_it_answered_with_no
     speaking = node()
     answer = asked(speaking, call_up())
     assert np.array_equal(speaking.receive(call_up())[0], answer[0])
+    assert np.array_equal(speaking.receive(call_up(attempt=2))[0], answer[0])
     with pytest.raises(ProtocolError, match="exchange 0 of round 0 was asked again with other values"):
         speaking.receive(call_up(value=1e-3))
     with pytest.raises(ProtocolError, match="asked again with other values"):
         speaking.receive(call_up(share=0.5))
     # The next round is answered, and after that nobody goes back.
-    speaking.receive(Ticket(0, 1, call_up().server, 1.0, [np.zeros(SIZE)]))
     speaking.receive(call_up(round=1))
     with pytest.raises(ProtocolError, match="asked again with other values"):
         speaking.receive(call_up(value=1.0))
@@ -206,7 +219,10 @@ def test_a_node_refuses_other_answers_in_the_middle_of_a_round():
     algorithm, task = CASES["mbsgd"].algorithm("mbsgd"), TASKS["global composition"]((6,))
     speaking = node(algorithm=algorithm, task=task)
     state = algorithm.State(np.zeros(3))
-    ticket = lambda exchange, answer: Ticket(0, exchange, state, 1.0, answer)
+
+    def ticket(exchange, answer):
+        return Ticket(0, 1, exchange, answer, *((state, 1.0, BEGUN) if exchange == 0 else ()))
+
     asked(speaking, ticket(0, None))
     one = speaking.receive(ticket(1, [np.array([0.5, 1.0])]))
     speaking.receive(ticket(0, None))  # the round once more, as it was
@@ -217,7 +233,7 @@ def test_a_node_refuses_other_answers_in_the_middle_of_a_round():
 
 
 def test_a_node_keeps_its_secret_through_restarts():
-    store = {}
+    store = Memory()
     answer = asked(node(store=store), call_up())
     again = node(store=store)
     assert np.array_equal(again.receive(call_up())[0], answer[0])

@@ -339,7 +339,7 @@ OWN = ["--data", "my.csv", "--label", "ill", "--clients", "hospital"]
         ([*OWN, "--divergence", "chi"], "must be one of 'kl', 'chi-square', 'cvar'"),
         ([*OWN, "-a", "fedbio"], "'fedbio' is no method for the task robust"),
         ([*OWN, "--gap", "1"], "there is no setting 'gap' for the task robust"),
-        (["--data", "my.csv", "--label", "ill", "--clients", "room"], "'17' has no training rows"),
+        (["--data", "my.csv", "--label", "ill", "--clients", "room"], "'17' has too few rows for a validation set"),
     ],
 )
 def test_mistakes_are_one_line(call, words, message):

@@ -120,7 +120,8 @@ def test_help_says_what_happens_where_nothing_is_given():
     assert "[default: (fedavg, feddro, ds-feddro)]" in of_robust["algorithm"]
     assert "[default: (iid, or by the column of the clients)]" in of_fairness["partition"]
     assert "[default: (dirichlet:0.5, or by the column of the clients)]" in of_robust["partition"]
-    assert "[default: uniform]" in of_fairness["averaging"] and "[default: samples]" in of_robust["averaging"]
+    of_personal = lines_of_flags(start("run", "personal", "--help")[1])
+    assert "[default: (samples)]" in of_fairness["averaging"] and "[default: (uniform)]" in of_personal["averaging"]
     assert "weights: chances go with weights;" in of_robust["sampling"]
     assert "At least 0 and below 1." in of_robust["dropout"] and "May be repeated." in of_robust["drop"]
 

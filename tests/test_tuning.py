@@ -138,3 +138,16 @@ def test_a_choice_is_kept_with_the_run_and_never_made_again(call, path, monkeypa
 def test_a_sweep_does_not_tune(call, path):
     code, _, err = call("sweep", "fairness", "-a", "fedavg", "--grid", "lr=0.1,1", "--tune", "--data", path)
     assert code == 1 and "a sweep is a search itself" in err
+
+
+@pytest.mark.parametrize(
+    "gains, chosen",
+    [
+        ([0.05, 0.04, 0.06], 0.3),  # clear, and worth it
+        ([0.009, 0.010, 0.011], 0.1),  # clear, but 1 % alone
+        ([0.15, 0.01, 0.02], 0.1),  # large in the mean, but by one seed
+    ],
+)
+def test_a_value_replaces_what_is_recommended_where_it_is_clearly_and_much_better(gains, chosen):
+    scores = {0.1: np.ones(3), 0.3: 1 - np.array(gains), 1.0: np.full(3, np.inf)}
+    assert tuning._prefer(scores, 0.1) == chosen

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 something that was given is wrong, 2 the command line is w
 
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 OUTPUT = "Output"
 PANELS = (TASK, DATA, TRAINING, PRIVACY, OUTPUT)  # in the order of help
-ORDER = ("demo", "run", "sweep", "compare", "report", "cost", "list", "reproduce")
+ORDER = ("demo", "run", "sweep", "compare", "report", "cost", "list", "reproduce", "deploy", "site")
 EXIT_CODES = {"finished": 0, "diverged": 3}  # by the status of a study
 MOST_ROWS = 60  # of a table on the screen
 
@@ -195,13 +196,15 @@ class Verb(TyperGroup):
         return task, self.commands[task], args if is_file else args[1:]
 
 
-def add_verb(*flags: TyperOption) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def add_verb(
+    *flags: TyperOption, to: typer.Typer = app, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function (settings, file, **flags) a verb about a task; its first line of help is that of every task."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        name, how = function.__name__, {"act": staticmethod(function), "flags": flags}
-        group = typer.Typer(cls=type(name.title(), (Verb,), how), no_args_is_help=True, help=function.__doc__)
-        app.add_typer(group, name=name)
+        word, how = name or function.__name__, {"act": staticmethod(function), "flags": flags}
+        group = typer.Typer(cls=type(word.title(), (Verb,), how), no_args_is_help=True, help=function.__doc__)
+        to.add_typer(group, name=word)
         return function
 
     return register
@@ -408,6 +411,166 @@ def reproduce(
     _print_json({"page": page}) if json_ else typer.echo(page)
 
 
+# ------------------------------------------------------------------------------------------------- sites
+
+MASKED_HELP = "The coordinator sees sums only, of three sites or more (pairwise masks)."
+SITES = TyperOption(
+    param_decls=["--sites"], type=click.INT, default=3, show_default=True, rich_help_panel=DATA, help="How many sites."
+)
+ENGINE = TyperOption(
+    param_decls=["--engine"],
+    type=Choice(("flare", "flower", "direct")),
+    rich_help_panel=OUTPUT,
+    help="What carries letters; direct: no framework between. [default: flare where it is installed]",
+)
+MASKED = TyperOption(
+    param_decls=["--secure-aggregation"], is_flag=True, default=False, rich_help_panel=PRIVACY, help=MASKED_HELP
+)
+deploy_group = typer.Typer(no_args_is_help=True, help="Train at sites that keep their rows: the coordinator's part.")
+site_group = typer.Typer(no_args_is_help=True, help="Train at sites that keep their rows: the part of one site.")
+app.add_typer(deploy_group, name="deploy")
+app.add_typer(site_group, name="site")
+
+
+@deploy_group.command("init")
+def make_deployment(
+    folder: Annotated[Path, typer.Argument(help="The new folder of the deployment.")],
+    sites: Annotated[str, typer.Option(help="Names of the sites: berlin,lyon,turin")],
+    engine: Annotated[str, typer.Option(help="flare, or flower for those who run Flower.")] = "flare",
+    server: Annotated[str, typer.Option(help="How sites reach the coordinator's machine.")] = "localhost",
+    port: Annotated[int | None, typer.Option(help="Its port.", show_default="8002 for flare, 8000 for flower")] = None,
+) -> None:
+    """Make keys and start-up kits: a folder for the coordinator, and one to send to each site.
+
+    nestfed deploy init trial --sites berlin,lyon,turin --server fl.example.org
+    """
+    from nestfed.sites.engines import choose_engine
+    from nestfed.sites.kits import make_kits
+
+    choose_engine(engine)
+    made = make_kits(folder, [name.strip() for name in sites.split(",") if name.strip()], engine, server, port)
+    typer.echo(f"send each site its folder, by a way that nobody else reads: {', '.join(made.sites)}", err=True)
+    typer.echo(str(folder / "README.md"))
+
+
+@deploy_group.command("schema")
+def merge_schemas(
+    drafts: Annotated[list[Path], typer.Argument(help="The drafts of all sites.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The schema that all sites get.")] = Path("schema.toml"),
+) -> None:
+    """Merge the drafts of all sites into the schema that they agree on."""
+    from nestfed.workbench.schemas import write_agreement
+
+    _say_lines(write_agreement(drafts, out), out)
+
+
+@site_group.command("schema")
+def draft_schema(
+    data: Annotated[Path, typer.Option(help="Your CSV or Parquet file.")],
+    label: Annotated[str, typer.Option(help="Column to predict.")],
+    group: Annotated[str | None, typer.Option(help="Column of the groups; sex+race joins two.")] = None,
+    positive: Annotated[str | None, typer.Option(help="Value of the label that counts as 1.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Or: the label counts as 1 above this number.")] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="A column that is no feature. May be repeated.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the draft goes.")] = Path("schema.toml"),
+) -> None:
+    """Draft a schema from this site's file: names, kinds and levels of its columns, no statistics."""
+    from nestfed.workbench.schemas import write_draft
+
+    said = write_draft(data, out, label=label, group=group, positive=positive, threshold=threshold, drop=drop or ())
+    _say_lines(said, out)
+
+
+@site_group.command("key")
+def make_key(
+    folder: Annotated[Path, typer.Argument(help="This site's folder.")],
+    name: Annotated[str | None, typer.Option(help="This site's name.", show_default="the folder's")] = None,
+) -> None:
+    """Make this site's key for sums that nobody can take apart, and print its line for the list of all sites."""
+    from nestfed.sites.masks import make_mask_key
+
+    typer.echo(f'{name or folder.resolve().name} = "{make_mask_key(folder)}"')
+
+
+@add_verb(SITES, ENGINE, MASKED, OUT, RESUME, JSON, QUIET, to=deploy_group, name="local")
+def deploy_local(
+    settings: dict[str, Any],
+    file: str | None,
+    sites: int,
+    engine: str | None,
+    secure_aggregation: bool,
+    out: Path | None,
+    resume: bool,
+    json_: bool,
+    quiet: bool,
+) -> None:
+    """Train between processes of this machine that do not share their rows: a rehearsal of a deployment.
+
+    nestfed deploy local fairness --sites 3 --algorithm fedavg --rounds 20
+    """
+    from nestfed.sites.deployment import run_local
+
+    _check_dealing(settings, sites)
+    out, how = _choose_out(settings, out), {"sites": sites, "engine": engine, "masked": secure_aggregation}
+    _run_sites(lambda **more: run_local(settings, out=out, resume=resume, **how, **more), json_=json_, quiet=quiet)
+
+
+@deploy_group.command("run")
+def deploy_run(
+    folder: Annotated[Path, typer.Argument(help="The folder that `nestfed deploy init` made.")],
+    file: Annotated[Path, typer.Argument(help="Settings of the run, as of `nestfed run`.", metavar="FILE.toml")],
+    secure_aggregation: Annotated[bool, _make_switch(MASKED_HELP, "--secure-aggregation")] = False,
+    out: Out = None,
+    resume: Annotated[bool, _make_switch("Go on with the run in --out, or with that of the file.")] = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train at the sites of a deployment, and write a folder with a report."""
+    from nestfed.sites.deployment import run_deployment
+
+    settings = read_settings(file)
+    out = _choose_out(settings, out)
+    if resume and out is None and file.name == "settings.toml":
+        out = file.parent
+    how = {"out": out, "resume": resume, "masked": secure_aggregation}
+    _run_sites(lambda **more: run_deployment(folder, settings, **how, **more), json_=json_, quiet=quiet)
+
+
+@site_group.command("start")
+def start_site(
+    folder: Annotated[Path, typer.Argument(help="The kit that this site was sent.")],
+    data: Annotated[Path, typer.Option(help="Your CSV or Parquet file: it stays here.")],
+) -> None:
+    """Take part in a deployment with the rows of a file, until Ctrl-C."""
+    from nestfed.sites.engines import run_site
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        run_site(folder, data, typer.echo)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _check_dealing(settings: dict[str, Any], sites: int) -> None:
+    clients = settings.get("clients")
+    if clients is not None and str(clients).isdecimal():
+        raise UserError(f"clients={clients} was given; say how many sites there are with --sites.")
+    if sites < 1:
+        raise UserError(f"--sites {sites} was given; give one site or more.")
+
+
+def _run_sites(train: Callable[..., Any], *, json_: bool, quiet: bool) -> None:
+    silent = quiet or json_
+    how: dict[str, Any] = {"progress": False} if silent else {"say": typer.echo}
+    _finish(lambda: train(**how), json_=json_, quiet=quiet)
+
+
+def _say_lines(lines: Sequence[str], path: Path) -> None:
+    for line in lines:
+        typer.echo(line, err=True)
+    typer.echo(str(path))
+
+
 # ------------------------------------------------------------------------------------------------- printing
 
 
@@ -433,8 +596,13 @@ def _run(
     silent = quiet or json_
     how: dict[str, Any] = {"out": out, "resume": resume, "track": track}
     how |= {"progress": False} if silent else {"show": show, "say": typer.echo}
+    _finish(lambda: workbench.run(**settings, **how), json_=json_, quiet=quiet)
+
+
+def _finish(train: Callable[[], Any], *, json_: bool, quiet: bool) -> None:
+    """Show what was trained; the exit code says how it ended."""
     try:
-        study = workbench.run(**settings, **how)
+        study = train()
     except workbench.Stopped as error:  # typer would end every KeyboardInterrupt without a word
         print(f"nestfed: {error}", file=sys.stderr)
         raise typer.Exit(130) from None

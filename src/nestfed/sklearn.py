@@ -45,6 +45,7 @@ ELSEWHERE = {
     "keep_group",
     "label",
     "positive",
+    "schema",
     "seeds",
     "test_fraction",
     "threshold",

@@ -112,6 +112,10 @@ class Task:
         """What a run records, again as a client program; the default is the problem's objective over all rows."""
         return self.problem.metrics(server, client, data, fed)
 
+    def mean_metrics(self, server: Any, client: Any, data: ClientRows, fed: Fed) -> dict[str, Array]:
+        """What a run records where `metrics` would gather clients' values and may not: `fed.mean` alone is allowed."""
+        return self.problem.metrics(server, client, data, fed)
+
 
 def _check_weights(weights: Weights, data: Rows) -> np.ndarray:
     if isinstance(weights, str):

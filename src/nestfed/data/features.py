@@ -14,8 +14,9 @@ Recipes
 In all of them constant columns are left out, and a category not seen in `fit` gives zeros.
 
 An encoder needs no pooled rows. Every client gives its `Totals`; their sum tells it where to measure its `Spreads`; the
-sum of these, with the totals, makes the encoder. Both are sums, unions, least and largest values. `Encoder.fit` goes
-the same way with a table in one place.
+sum of these, with the totals, makes the encoder. Both are sums, unions, least and largest values; with a schema, which
+says all but the sums, they are sums alone, and those are exact: `Encoder.fit` goes the same way with a table in one
+place and has the same numbers, however its rows are held.
 """
 
 import dataclasses
@@ -27,10 +28,13 @@ import numpy as np
 import pandas as pd
 
 from nestfed.core.settings import UserError, suggest
+from nestfed.data.schema import CATEGORY, CONSTANT, ColumnRule, Schema
+from nestfed.data.sums import Sums, pack_all
 from nestfed.data.table import NEAREST, Column, convert_to_numbers, find_categories, is_number, list_columns
 
 RECIPES = ("standard", "piecewise", "minimax-fair", "minimax-fair-raw")
 BINS = 16  # of a number with many values
+NEED_RANGE = ("piecewise", "minimax-fair")  # of every number, where a schema speaks for the rows
 CELLS = 2048  # of the histogram that their edges are taken from
 FINEST = 1e9  # the cells tell distances from the mean apart that are so much smaller than the range
 
@@ -45,7 +49,7 @@ class NumberTotals:
 
     rows: int  # that count, with gaps
     known: int  # of them
-    total: float  # of the known ones
+    total: Sums  # of the known ones
     largest: float  # absolute value of the known ones
     least: float
     most: float
@@ -61,7 +65,7 @@ class NumberTotals:
         return cls(
             rows=int(counted.sum()),
             known=inside.size,
-            total=float(inside.sum()),
+            total=Sums.of(inside),
             largest=float(np.abs(inside).max(initial=0.0)),
             least=float(known.min(initial=np.inf)),
             most=float(known.max(initial=-np.inf)),
@@ -69,6 +73,21 @@ class NumberTotals:
             values=_list_few_values(frozenset(known[: BINS + 2].tolist())),
             coded=coded,
         )
+
+    def by_rule(self, name: str, rule: ColumnRule, recipe: str) -> "NumberTotals":
+        """The same sums, and all else as a schema says it."""
+        least, most = (-np.inf, np.inf) if rule.range is None else rule.range
+        if rule.range is None and rule.kind not in (CATEGORY, CONSTANT) and recipe in NEED_RANGE:
+            raise UserError(
+                f"the recipe {recipe!r} needs to know between which values the numbers of {name!r} lie, and no site "
+                f"tells its own: agree on range = [low, high] for [columns.{name}] of the schema, or use the recipe "
+                f"{RECIPES[0]!r}."
+            )
+        if rule.kind == CONSTANT:
+            least, most = (np.inf, -np.inf) if rule.is_empty else (0.0, 0.0)
+        largest = max(abs(least), abs(most)) if np.isfinite(least) else self.largest
+        gaps = rule.gaps or rule.is_empty
+        return dataclasses.replace(self, least=least, most=most, largest=largest, gaps=gaps, values=None)
 
     def __add__(self, other: "NumberTotals") -> "NumberTotals":
         return NumberTotals(
@@ -88,7 +107,7 @@ class NumberTotals:
     @property
     def mean(self) -> float:
         """It stands for missing values too: a median is no sum."""
-        return self.total / self.known if self.known else 0.0
+        return float(self.total.values[0]) / self.known if self.known else 0.0
 
     @property
     def constant(self) -> bool:
@@ -126,13 +145,41 @@ class Totals:
     columns: Mapping[str, NumberTotals | LevelTotals]
 
     @classmethod
-    def of(cls, frame: pd.DataFrame, recipe: str, counted: np.ndarray) -> Self:
+    def of(cls, frame: pd.DataFrame, recipe: str, counted: np.ndarray, schema: Schema | None = None) -> Self:
+        """With a schema, only the sums are taken from the rows."""
         columns: dict[str, NumberTotals | LevelTotals] = {}
         for name, values in list_columns(frame):
-            coded = recipe.startswith("minimax-fair") and not is_number(values) and is_coded(values)
-            number = coded or is_number(values)
-            columns[name] = NumberTotals.of(values, counted, coded=coded) if number else LevelTotals.of(values)
+            rule = None if schema is None else schema.columns[name]
+            levels = values if rule is None else pd.Series(rule.levels, dtype=object)
+            number = is_number(values) if rule is None else rule.kind != CATEGORY
+            coded = recipe.startswith("minimax-fair") and not number and is_coded(levels)
+            if number or coded:
+                totals = NumberTotals.of(values, counted, coded=coded)
+                columns[name] = totals if rule is None else totals.by_rule(name, rule, recipe)
+            else:
+                columns[name] = LevelTotals.of(values) if rule is None else LevelTotals(frozenset(rule.all_levels))
         return cls(recipe, columns)
+
+    @property
+    def numbers(self) -> dict[str, NumberTotals]:
+        return {name: known for name, known in self.columns.items() if isinstance(known, NumberTotals)}
+
+    def pack(self) -> np.ndarray:
+        """All that is a sum, uint64: what a site tells where a schema says the rest."""
+        counts = [Sums.each(np.array([known.rows, known.known], float)) for known in self.numbers.values()]
+        return pack_all([*counts, *(known.total for known in self.numbers.values())])
+
+    def with_sums(self, packed: np.ndarray) -> "Totals":
+        """The same with the sums of all sites."""
+        words = Sums.unpack(packed).words
+        number = len(self.numbers)
+        counts = Sums(words[: 2 * number]).values.reshape(number, 2).astype(int)
+        columns = dict(self.columns)
+        for i, (name, known) in enumerate(self.numbers.items()):
+            rows, present = counts[i].tolist()
+            total = Sums(words[2 * number + i][None])
+            columns[name] = dataclasses.replace(known, rows=rows, known=present, total=total)
+        return Totals(self.recipe, columns)
 
     def __add__(self, other: "Totals") -> "Totals":
         columns: dict[str, NumberTotals | LevelTotals] = {}
@@ -154,9 +201,9 @@ class Spread:
     """How a client's known values of a column lie around the mean of all clients'. The cells of its histogram are
     narrow at the mean and ever wider outwards, so that they suit values of any scale."""
 
-    squares: float  # sum of squared distances
+    squares: Sums  # of distances
     counts: np.ndarray  # of the values in every cell; the recipes without bins have no cells
-    sums: np.ndarray  # of the values in every cell
+    totals: Sums  # of the values in every cell
 
     @classmethod
     def of(cls, values: Column, counted: np.ndarray, totals: NumberTotals, *, cells: int) -> Self:
@@ -164,21 +211,21 @@ class Spread:
         numbers = numbers[~np.isnan(numbers)]
         away = numbers - totals.mean
         if cells == 0:
-            return cls(float((away**2).sum()), np.zeros(0), np.zeros(0))
+            return cls(Sums.of(away**2), np.zeros(0), Sums.of(np.zeros(0), sums=0))
         reach = (totals.most - totals.least) or 1.0
-        place = np.arcsinh(FINEST * away / reach) / np.arcsinh(FINEST)  # from -1 to 1
-        cell = np.minimum((place + 1) / 2 * cells, cells - 1).astype(int)
-        counts, sums = np.bincount(cell, minlength=cells), np.bincount(cell, numbers, cells)
-        return cls(float((away**2).sum()), counts.astype(float), sums)
+        place = np.arcsinh(FINEST * away / reach) / np.arcsinh(FINEST)  # from -1 to 1, within the range
+        cell = np.clip((place + 1) / 2 * cells, 0, cells - 1).astype(int)
+        counts = np.bincount(cell, minlength=cells).astype(float)
+        return cls(Sums.of(away**2), counts, Sums.of(numbers, cell, cells))
 
     def __add__(self, other: "Spread") -> "Spread":
-        return Spread(self.squares + other.squares, self.counts + other.counts, self.sums + other.sums)
+        return Spread(self.squares + other.squares, self.counts + other.counts, self.totals + other.totals)
 
     @property
     def values(self) -> np.ndarray:
         """The mean of every cell that is not empty, in rising order."""
         filled = self.counts > 0
-        return self.sums[filled] / self.counts[filled]
+        return self.totals.values[filled] / self.counts[filled]
 
     def edges(self, bins: int = BINS) -> tuple[float, ...]:
         """Of so many bins. Each has the same share of the square roots of the cells' counts: bins are narrow where rows
@@ -209,6 +256,21 @@ class Spreads:
 
     def __add__(self, other: "Spreads") -> "Spreads":
         return Spreads({name: mine + other.columns[name] for name, mine in self.columns.items()})
+
+    def pack(self) -> np.ndarray:
+        """All of it, uint64."""
+        parts = [(one.squares, Sums.each(one.counts), one.totals) for one in self.columns.values()]
+        return pack_all([part for one in parts for part in one])
+
+    def with_sums(self, packed: np.ndarray) -> "Spreads":
+        """That of all sites."""
+        words, columns, start = Sums.unpack(packed).words, {}, 0
+        for name, one in self.columns.items():
+            cells = one.counts.size
+            squares, counts, totals = np.split(words[start : start + 1 + 2 * cells], [1, 1 + cells])
+            columns[name] = Spread(Sums(squares), Sums(counts).values, Sums(totals))
+            start += 1 + 2 * cells
+        return Spreads(columns)
 
 
 # ------------------------------------------------------------------------------------------------- features
@@ -251,7 +313,7 @@ class Number:
     def fit(cls, name: str, recipe: str, totals: NumberTotals, spread: Spread) -> Self:
         centre, scale = 0.0, 1.0
         if recipe == "standard":
-            centre, scale = totals.mean, float(np.sqrt(spread.squares / max(totals.rows, 1)))
+            centre, scale = totals.mean, float(np.sqrt(spread.squares.values[0] / max(totals.rows, 1)))
         elif recipe != "minimax-fair-raw" and totals.largest:
             scale = float(10.0 ** np.floor(np.log10(totals.largest)))
         # A column may vary as a whole and be constant in the rows that count: then there is nothing to divide by.
@@ -363,14 +425,22 @@ class Encoder:
             )
 
     @classmethod
-    def fit(cls, frame: pd.DataFrame, recipe: str = "standard", *, rows: np.ndarray | None = None) -> "Encoder":
+    def fit(
+        cls,
+        frame: pd.DataFrame,
+        recipe: str = "standard",
+        *,
+        rows: np.ndarray | None = None,
+        schema: Schema | None = None,
+    ) -> "Encoder":
         """Learn the columns of `frame`.
 
         rows   mask of the rows that means, deviations and bins are taken from (all if None). Which categories and gaps
                there are is taken from all rows, so that every split of a table has the same features.
+        schema says what kinds of columns, levels and gaps there are, in place of the rows
         """
         rows = np.ones(len(frame), bool) if rows is None else rows
-        totals = Totals.of(frame, check_recipe(recipe), rows)
+        totals = Totals.of(frame, check_recipe(recipe), rows, schema)
         return cls.from_sums(totals, Spreads.of(frame, totals, rows))
 
     @classmethod

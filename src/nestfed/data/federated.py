@@ -1,18 +1,19 @@
 """A table dealt to clients and split: what the tasks train and evaluate on."""
 
 import dataclasses
+from typing import TypedDict, Unpack
 
 import numpy as np
 import pandas as pd
 
 from nestfed.core.settings import UserError
 from nestfed.data import partition as rules
-from nestfed.data.features import Encoder
+from nestfed.data.features import Encoder, check_recipe
 from nestfed.data.partition import TEST, TRAIN, VALIDATION
+from nestfed.data.schema import Schema
 from nestfed.data.table import Table
 
 ALL_ROWS = "all rows"  # the name of the one group of a table without groups
-_PLAIN_VALIDATION = 4  # a stream of the seed, beside those of the partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +35,72 @@ class Federated:
         return rules.count_holdings(self.client, self.group, self.label, self.part, self.client_names, self.group_names)
 
 
-def federate(
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """A table dealt to clients and split, before its columns are numbers."""
+
+    frame: pd.DataFrame  # the columns that become features
+    recipe: str
+    label: np.ndarray
+    group: np.ndarray
+    client: np.ndarray
+    part: np.ndarray
+    group_names: tuple[str, ...]
+    client_names: tuple[str, ...]
+    schema: Schema | None
+
+    @property
+    def counted(self) -> np.ndarray:
+        """The rows that means and bins are taken from: those to train on; published recipes take all."""
+        return np.ones(len(self.part), bool) if self.recipe.startswith("minimax-fair") else self.part == TRAIN
+
+    def fit(self) -> Encoder:
+        return Encoder.fit(self.frame, self.recipe, rows=self.counted, schema=self.schema)
+
+    def encode(self, encoder: Encoder) -> Federated:
+        return Federated(
+            inputs=encoder.transform(self.frame),
+            label=self.label,
+            group=self.group,
+            client=self.client,
+            part=self.part,
+            group_names=self.group_names,
+            client_names=self.client_names,
+            feature_names=tuple(encoder.names),
+            encoder=encoder,
+        )
+
+
+class Dealing(TypedDict, total=False):
+    """The arguments of `deal_table`."""
+
+    group: str | None
+    partition: str | None
+    clients: int | None
+    only: int | None
+    test_fraction: float
+    recipe: str
+    keep_group: bool
+    seed: int
+    balanced: bool
+    validation_fraction: float | None
+    by_group: bool
+    positives: bool
+
+
+def federate(table: Table, **how: Unpack[Dealing]) -> Federated:
+    """Split, deal and encode a table, as `deal_table` says."""
+    dealt = deal_table(table, **how)
+    return dealt.encode(dealt.fit())
+
+
+def deal_table(
     table: Table,
     *,
     group: str | None = None,
     partition: str | None = None,
     clients: int | None = None,
+    only: int | None = None,
     test_fraction: float = 0.3,
     recipe: str = "standard",
     keep_group: bool = False,
@@ -48,19 +109,23 @@ def federate(
     validation_fraction: float | None = None,
     by_group: bool = True,
     positives: bool = True,
-) -> Federated:
-    """Split, deal and encode a table.
+) -> Dealt:
+    """Split and deal a table.
+
+    Clients that a column names split their own rows: each draws from the seed, its number and these rows alone, as it
+    would where nobody else sees them. Rows that are dealt are split before.
 
     group          a column, or several joined by "+"; the table's first group column if None
     partition      see `assign`; None: by the table's client column if it has one, otherwise "iid"
     clients        their number; None: three, or as many as there are ratios or names
+    only           all rows are of one client, which has this number among others that are elsewhere
     test_fraction  cut from each group separately, so that all seeds have the same number of test rows per group
     recipe         see `features`; means and bins are taken from the training rows, as published ones from all rows
     keep_group     keep the group column as a feature
     balanced       the validation rows have equal numbers of each group; False: as many rows, drawn regardless of group
     validation_fraction  in place of both: this share of every client's rows of every group that are no test rows
     by_group       False: splits take no notice of groups, and without `group` all rows are one
-    positives      every client needs a positive training row
+    positives      every client needs a positive training row, unless a schema says that sites differ
     """
     label = table.labels()
     if by_group or group is not None:
@@ -68,50 +133,36 @@ def federate(
     else:
         group_columns, groups, group_names = (), np.zeros(len(label), np.int32), (ALL_ROWS,)
     strata = groups if by_group else np.zeros_like(groups)
-    test = rules.split_by_group(strata, test_fraction, seed)
-    client, client_names = rules.assign(
-        partition or ("iid" if table.client is None else "column"),
+    rule = partition or ("iid" if table.client is None else "column")
+    owner, given = None, None
+    if only is not None:
+        given = np.zeros(len(label), np.int32), (table.name,)
+        owner = np.full(len(label), only)
+    elif rule == "column" and table.client is not None:
+        given = rules.deal_by_column(table.column(table.client))
+        owner = given[0]
+    test = rules.split_by_group(strata, test_fraction, seed, owner)
+    needed = positives and (given is None or not table.is_partial)
+    client, client_names = given or rules.assign(
+        rule,
         labels=label,
         groups=groups,
-        column=None if table.client is None else table.column(table.client),
         clients=clients,
         seed=seed,
         strata=test,
-        needed=~test & (label == 1) if positives else None,
+        needed=~test & (label == 1) if needed else None,
     )
     if validation_fraction is None:
-        validation = rules.draw_balanced_validation(strata, client, ~test, seed)
+        validation = rules.draw_balanced_validation(strata, client, ~test, seed, owner=owner)
     else:
-        validation = rules.draw_proportional_validation(strata, client, ~test, seed, validation_fraction)
+        validation = rules.draw_proportional_validation(strata, client, ~test, seed, validation_fraction, owner)
     if not balanced and validation_fraction is None:
-        validation = _draw_plain_validation(validation, client, ~test, seed)
+        number = np.bincount(client[validation], minlength=client.max() + 1)
+        validation = rules.draw_plain_validation(client, ~test, number, seed, owner)
     part = np.select([test, validation], [TEST, VALIDATION], TRAIN).astype(np.int8)
-    _check_clients(client, part, label if positives else None, client_names)
-
-    columns = table.features(without=() if keep_group else group_columns)
-    frame = table.frame.reindex(columns=columns)
-    published = recipe.startswith("minimax-fair")
-    encoder = Encoder.fit(frame, recipe, rows=None if published else part == TRAIN)
-    return Federated(
-        inputs=encoder.transform(frame),
-        label=label,
-        group=groups,
-        client=client,
-        part=part,
-        group_names=group_names,
-        client_names=client_names,
-        feature_names=tuple(encoder.names),
-        encoder=encoder,
-    )
-
-
-def _draw_plain_validation(balanced: np.ndarray, client: np.ndarray, available: np.ndarray, seed: int) -> np.ndarray:
-    """As many validation rows per client as the balanced mask has, drawn regardless of the group."""
-    number = np.bincount(client[balanced], minlength=client.max() + 1)
-    mask = np.zeros(len(client), bool)
-    ranks = rules.draw_ranks(client[available], rules.make_generator(seed, _PLAIN_VALIDATION))
-    mask[available] = ranks < number[client[available]]
-    return mask
+    _check_clients(client, part, label if needed else None, client_names)
+    frame = table.frame.reindex(columns=table.features(without=() if keep_group else group_columns))
+    return Dealt(frame, check_recipe(recipe), label, groups, client, part, group_names, client_names, table.schema)
 
 
 def _check_clients(client: np.ndarray, part: np.ndarray, label: np.ndarray | None, names: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """The user's own table: a CSV or Parquet file, or one per client, read forgivingly, with a note for every change."""
 
 import csv
+import dataclasses
 import glob
 import gzip
 import io
@@ -20,10 +21,12 @@ import pyarrow.parquet
 
 from nestfed.core.settings import UserError, suggest
 from nestfed.data.partition import deal_by_column
+from nestfed.data.schema import Schema
 from nestfed.data.table import (
     NEAREST,
     Column,
     Table,
+    apply_schema,
     check_column,
     convert_to_numbers,
     find_equal,
@@ -51,6 +54,7 @@ def read_table(
     positive: Any = None,
     threshold: float | None = None,
     drop: Sequence[str] = (),
+    alone: bool = True,
 ) -> Table:
     """A CSV file (comma, semicolon, tab or |; plain or .gz), a Parquet file, or one such file per client: the path of
     their folder, or a pattern such as sites/*.csv. Several files need the same columns, in any order.
@@ -60,25 +64,19 @@ def read_table(
     group      the column of the sensitive groups, or several joined by "+"; missing values are the group "missing"
     clients    the column that names each row's client; of several files, None means that every file is one, by its name
     drop       columns that must not be features
+    alone      False: other rows lie elsewhere, and one label or group here is no mistake
 
     Text columns of which 90 % are numbers become numbers, the rest of them missing. Row counters, and text columns with
     too many different values to be categories, are dropped. `Table.notes` says so for each.
     """
-    files = _find_files(Path(path).expanduser())
-    frame, decimal_comma, file_of_row = _read_all(files)
-    name = files[0].name if len(files) == 1 else f"{len(files)} files of {_find_common_folder(files).name}"
-    check_column(frame.columns, label, "label", name)
-    if clients is not None:
-        check_column(frame.columns, clients, "clients", name)
-    elif len(files) > 1:
-        clients = name_column(frame, FILE)
-        frame = frame.assign(**{clients: np.array(_name_by_file(files), object)[file_of_row]})
+    raw, decimal_comma = _read_raw(path, label, clients)
+    name, frame, clients = raw.name, raw.frame, raw.client
     for column in drop:
         check_column(frame.columns, column, "drop", name)
     if positive is not None and threshold is not None:
         raise UserError(f"{name}: both positive={positive!r} and threshold={threshold} were given; give one of them.")
     groups = () if group is None else (group,)
-    table = Table(name=name, frame=frame, label=label, groups=groups, client=clients, drop=tuple(drop))
+    table = dataclasses.replace(raw, groups=groups, drop=tuple(drop))
     group_columns = () if group is None else table.group_columns(group)
     roles = [label, *([] if clients is None else [clients]), *group_columns]
     for column, times in Counter([*roles, *drop]).items():
@@ -93,22 +91,19 @@ def read_table(
     }
     notes += [f"{column!r} was left out: {why}" for column, why in identifiers.items()]
     if positive is None and threshold is None:
-        positive = _choose_positive(frame[label], label, name)
-    table = Table(
-        name=name,
+        positive = _choose_positive(frame[label], label, name, alone)
+    table = dataclasses.replace(
+        table,
         frame=frame,
-        label=label,
         positive=positive,
         threshold=threshold,
-        groups=groups,
-        client=clients,
         drop=(*drop, *identifiers),
-        origin=f"the file {name}" if len(files) == 1 else f"the {name}",
         notes=tuple(notes),
     )
-    table.labels()  # these three refuse what cannot be used
-    if group is not None:
-        table.group_of_rows()
+    if alone:  # these three refuse what cannot be used
+        table.labels()
+        if group is not None:
+            table.group_of_rows()
     if clients is not None:
         deal_by_column(frame[clients])
     if not table.features(group_columns):
@@ -117,7 +112,35 @@ def read_table(
     return table
 
 
+def read_by_schema(path: str | Path, schema: Schema, *, clients: str | None = None) -> Table:
+    """As `read_table`, where a schema says what is in the files. Nothing is guessed, and rows with one label or of one
+    group are no mistake: others hold the rest."""
+    table, decimal_comma = _read_raw(path, schema.label, clients)
+    table = apply_schema(table, schema, decimal_comma)
+    table.labels()  # missing ones are refused
+    if schema.group is not None:
+        table.group_of_rows()
+    if clients is not None:
+        deal_by_column(table.column(clients))
+    return table
+
+
 # ------------------------------------------------------------------------------------------------- reading
+
+
+def _read_raw(path: str | Path, label: str, clients: str | None) -> tuple[Table, np.ndarray]:
+    """The rows as they stand with their label and clients, and which of them may have a decimal comma."""
+    files = _find_files(Path(path).expanduser())
+    frame, decimal_comma, file_of_row = _read_all(files)
+    name = files[0].name if len(files) == 1 else f"{len(files)} files of {_find_common_folder(files).name}"
+    check_column(frame.columns, label, "label", name)
+    if clients is not None:
+        check_column(frame.columns, clients, "clients", name)
+    elif len(files) > 1:
+        clients = name_column(frame, FILE)
+        frame = frame.assign(**{clients: np.array(_name_by_file(files), object)[file_of_row]})
+    origin = f"the file {name}" if len(files) == 1 else f"the {name}"
+    return Table(name=name, frame=frame, label=label, client=clients, origin=origin), decimal_comma
 
 
 def _find_files(path: Path) -> list[Path]:
@@ -313,9 +336,14 @@ def _explain_identifier(values: Column) -> str | None:
     return f"{distinct} different values in {len(values)} rows are no categories" if distinct > most else None
 
 
-def _choose_positive(values: Column, label: str, name: str) -> Any:
+def _choose_positive(values: Column, label: str, name: str, alone: bool) -> Any:
     """The value that counts as 1, if the user did not say."""
     distinct = values.dropna().unique()
+    if len(distinct) == 1 and not alone:
+        raise UserError(
+            f"{name}: the label {label!r} is {list_values(distinct)} in every row here, so which value counts as 1 "
+            "cannot be told; name it with positive=."
+        )
     if len(distinct) < 2:
         raise UserError(
             f"{name}: the label {label!r} is {list_values(distinct) or 'missing'} in every row; there is nothing to "

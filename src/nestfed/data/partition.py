@@ -24,15 +24,16 @@ RULES = {
     "ratios": "ratios:2:2:6",
 }
 ATTEMPTS = 200  # redraws of a random rule that left a client without the rows it needs
-_SPLIT, _VALIDATION, _DEAL = 1, 2, 3  # independent streams of one seed
+_SPLIT, _VALIDATION, _DEAL, _PLAIN = 1, 2, 3, 4  # independent streams of one seed
 
 Shares = np.ndarray  # [values, clients]; every row sums to 1
 
 
-def make_generator(seed: int, stream: int) -> np.random.Generator:
+def make_generator(seed: int, stream: int, owner: int = 0) -> np.random.Generator:
+    """`owner` is who draws, where several hold rows and each splits its own."""
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise UserError(f"seed={seed!r} was given; a seed is a whole number from 0.")
-    return np.random.default_rng([int(seed), stream])
+    return np.random.default_rng([int(seed), stream, int(owner)])
 
 
 # ------------------------------------------------------------------------------------------------- rules
@@ -289,12 +290,17 @@ def deal(
 # ------------------------------------------------------------------------------------------------- splits
 
 
-def split_by_group(groups: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Mask of the test rows: of each group the rounded fraction, so that counts are the same for all seeds."""
+def split_by_group(groups: np.ndarray, fraction: float, seed: int, owner: np.ndarray | None = None) -> np.ndarray:
+    """Mask of the test rows: of each group the rounded fraction, so that counts are the same for all seeds.
+
+    owner  the number of who holds a row and splits it; None: all rows are in one hand
+    """
     if not 0 <= fraction < 1:
         raise UserError(f"test_fraction={fraction} was given; it must be from 0 to below 1.")
-    sizes = np.bincount(groups)
-    return draw_ranks(groups, make_generator(seed, _SPLIT)) < np.rint(sizes * fraction).astype(int)[groups]
+    owner = np.zeros(len(groups), int) if owner is None else owner
+    cell = owner * (groups.max(initial=0) + 1) + groups
+    number = np.rint(np.bincount(cell) * fraction).astype(int)[cell]
+    return _rank_by_owner(cell, owner, seed, _SPLIT) < number
 
 
 def draw_balanced_validation(
@@ -304,33 +310,66 @@ def draw_balanced_validation(
     seed: int,
     share: float = 0.2,
     at_least: int = 4,
+    owner: np.ndarray | None = None,
 ) -> np.ndarray:
     """Mask of validation rows: per client the same number of `available` rows of every group it has.
 
     The number is `share` of the client's smallest group, but not less than `at_least`; of a group too small for that,
-    half of its rows (rounded down).
+    half of its rows (rounded down). `owner` is as for `split_by_group`.
     """
     cell = client * (groups.max() + 1) + groups
     sizes = np.bincount(cell[available], minlength=cell.max() + 1)
     smallest = np.full(client.max() + 1, np.iinfo(np.int64).max)
     np.minimum.at(smallest, client[available], sizes[cell[available]])
     wanted = np.maximum(at_least, np.floor(share * smallest + 1e-9).astype(int))
-    number = np.minimum(wanted[client], sizes[cell] // 2)
-    mask = np.zeros(len(groups), bool)
-    mask[available] = draw_ranks(cell[available], make_generator(seed, _VALIDATION)) < number[available]
-    return mask
+    return _draw_validation(cell, available, np.minimum(wanted[client], sizes[cell] // 2), seed, owner)
 
 
 def draw_proportional_validation(
-    groups: np.ndarray, client: np.ndarray, available: np.ndarray, seed: int, share: float
+    groups: np.ndarray,
+    client: np.ndarray,
+    available: np.ndarray,
+    seed: int,
+    share: float,
+    owner: np.ndarray | None = None,
 ) -> np.ndarray:
     """Mask of validation rows: the rounded share of every client's `available` rows of every group, so that rates of a
     group are those of the population."""
     cell = client * (groups.max() + 1) + groups
     number = np.rint(share * np.bincount(cell[available], minlength=cell.max() + 1)).astype(int)[cell]
-    mask = np.zeros(len(groups), bool)
-    mask[available] = draw_ranks(cell[available], make_generator(seed, _VALIDATION)) < number[available]
+    return _draw_validation(cell, available, number, seed, owner)
+
+
+def draw_plain_validation(
+    client: np.ndarray, available: np.ndarray, number: np.ndarray, seed: int, owner: np.ndarray | None = None
+) -> np.ndarray:
+    """Mask of so many validation rows per client, whatever their groups."""
+    return _draw_validation(client, available, number[client], seed, owner, _PLAIN)
+
+
+def _draw_validation(
+    cell: np.ndarray,
+    available: np.ndarray,
+    number: np.ndarray,
+    seed: int,
+    owner: np.ndarray | None,
+    stream: int = _VALIDATION,
+) -> np.ndarray:
+    """So many of the available rows of every cell."""
+    owner = np.zeros(len(cell), int) if owner is None else owner
+    mask = np.zeros(len(cell), bool)
+    mask[available] = _rank_by_owner(cell[available], owner[available], seed, stream) < number[available]
     return mask
+
+
+def _rank_by_owner(values: np.ndarray, owner: np.ndarray, seed: int, stream: int) -> np.ndarray:
+    """`ranks` drawn by every owner from its own rows alone."""
+    places = np.empty(len(values), int)
+    order = np.argsort(owner, kind="stable")
+    for mine in np.split(order, np.flatnonzero(np.diff(owner[order])) + 1):
+        if mine.size:
+            places[mine] = draw_ranks(values[mine], make_generator(seed, stream, int(owner[mine[0]])))
+    return places
 
 
 def draw_ranks(values: np.ndarray, random: np.random.Generator) -> np.ndarray:

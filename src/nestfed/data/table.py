@@ -10,10 +10,10 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from nestfed.core.settings import UserError, suggest
+from nestfed.data.schema import CATEGORY, CONSTANT, LEFT_OUT, MISSING, NUMBER, ColumnRule, Schema
 
 Column = Any  # pd.Series; pandas is typed too loosely for a checker
 
-MISSING = "missing"  # the name of the group or category of all missing values
 MOST_GROUPS = 50
 NEAREST = " (nearest: {!r})", ""  # how messages about data suggest a name
 
@@ -32,6 +32,12 @@ class Table:
     drop: tuple[str, ...] = ()  # identifiers and the like: never features
     origin: str = ""  # citation, host, licence, in one line
     notes: tuple[str, ...] = ()  # what was changed or left out on reading
+    schema: Schema | None = None  # what decides how it is read; None: it was guessed from the table
+
+    @property
+    def is_partial(self) -> bool:
+        """May other rows lie elsewhere? Then one label or group here is no mistake."""
+        return self.schema is not None
 
     def column(self, name: str) -> Column:
         return self.frame[name]
@@ -56,7 +62,7 @@ class Table:
         else:
             positive = find_equal(values, self.positive)
             rule = f"equals positive={self.positive!r} (values: {list_values(values.unique())})"
-        if positive.all() or not positive.any():
+        if not self.is_partial and (positive.all() or not positive.any()):
             raise UserError(
                 f"{self.name}: the label {self.label!r} {rule} in {'every' if positive.all() else 'no'} row; "
                 "a label needs both kinds: choose another positive= or threshold=, or another label."
@@ -84,6 +90,8 @@ class Table:
         columns = self.group_columns(group)
         codes, names = name_groups([self.column(column) for column in columns])
         title = "+".join(columns)
+        if self.schema is not None:
+            return self._number_groups(codes, names, title, self.schema), self.schema.groups
         if len(names) < 2:
             raise UserError(
                 f"{self.name}: {title!r} has one group only ({list_values(names)}); "
@@ -95,6 +103,21 @@ class Table:
                 "compared; choose another column, or cut its values into ranges first."
             )
         return codes.astype(np.int32), names
+
+    def _number_groups(self, codes: np.ndarray, names: Sequence[str], title: str, schema: Schema) -> np.ndarray:
+        """The groups' numbers as the schema has them."""
+        if len(schema.groups) < 2:
+            raise UserError(
+                f"the schema has one group of {title!r} only ({list_values(schema.groups)}); fairness compares groups: "
+                "name two or more."
+            )
+        unknown = [name for name in names if name not in schema.groups]
+        if unknown:
+            raise UserError(
+                f"{self.name}: {title!r} has the group {list_values(unknown)}, which is not in the schema "
+                f"({list_values(schema.groups)}); agree on a schema that has it, or correct these rows."
+            )
+        return np.array([schema.groups.index(name) for name in names], np.int32)[codes]
 
     def features(self, without: Sequence[str] = ()) -> list[str]:
         """The columns that may be features, in the table's order."""
@@ -139,6 +162,103 @@ def describe_groups(table: Table) -> pd.DataFrame:
         rows += [(group, name, int(sizes[i]), int(positives[i])) for i, name in enumerate(names)]
     frame = pd.DataFrame(rows, columns=["column", "group", "rows", "positives"])
     return frame.assign(**{"positive rate": frame["positives"] / frame["rows"]})
+
+
+# ------------------------------------------------------------------------------------------------- schemas
+
+
+def draft_schema(table: Table, batch_size: int | None = None) -> Schema:
+    """What a holder of these rows would propose to the others."""
+    group_columns = table.group_columns() if table.groups else ()
+    rules = {}
+    for name, values in list_columns(table.frame):
+        if name in table.drop:
+            rules[name] = ColumnRule(LEFT_OUT)
+        elif name not in (table.label, table.client):
+            rules[name] = _draft_rule(values, is_group=name in group_columns)
+    names = name_groups([table.column(column) for column in group_columns])[1] if group_columns else ()
+    positive = table.positive
+    return Schema(
+        label=table.label,
+        columns=rules,
+        positive=positive.item() if isinstance(positive, np.generic) else positive,
+        threshold=table.threshold,
+        group="+".join(group_columns) or None,
+        groups=tuple(sorted(names)),  # in no order that rows have
+        batch_size=batch_size,
+    )
+
+
+def _draft_rule(values: Column, *, is_group: bool) -> ColumnRule:
+    if is_number(values) and not is_group:
+        numbers = values.to_numpy(np.float64, na_value=np.nan)
+        known = np.unique(numbers[np.isfinite(numbers)])
+        gaps = not bool(np.isfinite(numbers).all())
+        if known.size > 1:
+            return ColumnRule(NUMBER, gaps=gaps)
+        return ColumnRule(CONSTANT, value=float(known[0]), gaps=gaps) if known.size else ColumnRule(CONSTANT)
+    known = values.dropna()
+    if known.empty:
+        return ColumnRule(CONSTANT)
+    return ColumnRule(CATEGORY, levels=tuple(sorted(find_categories(known)[1])), gaps=bool(values.isna().any()))
+
+
+def apply_schema(table: Table, schema: Schema, decimal_comma: np.ndarray | None = None) -> Table:
+    """The table as the schema reads it: its columns in the schema's order, with a note for what does not fit."""
+    comma = np.zeros(len(table.frame), bool) if decimal_comma is None else decimal_comma
+    wanted = [name for name, rule in schema.columns.items() if rule.kind != LEFT_OUT]
+    for name in (schema.label, *wanted):
+        if name not in table.frame.columns:
+            near = suggest(name, map(str, table.frame.columns), *NEAREST)
+            raise UserError(f"{table.name} has no column {name!r}{near}, but the schema has.")
+    columns: dict[str, Column] = {}
+    notes = list(table.notes)
+    for name in wanted:
+        columns[name], remark = _read_by_rule(table.column(name), schema.columns[name], comma)
+        notes += [f"{name!r}: {remark}"] if remark else []
+    for name in (schema.label, table.client):
+        if name is not None:
+            columns[name] = _strip(table.column(name))
+    return dataclasses.replace(
+        table,
+        frame=pd.DataFrame(columns),
+        label=schema.label,
+        positive=schema.positive,
+        threshold=schema.threshold,
+        groups=() if schema.group is None else (schema.group,),
+        drop=(),
+        notes=tuple(notes),
+        schema=schema,
+    )
+
+
+def _strip(values: Column) -> Column:
+    if is_number(values):
+        return values
+    return values.map(lambda value: value.strip() if isinstance(value, str) else value)
+
+
+def _read_by_rule(values: Column, rule: ColumnRule, decimal_comma: np.ndarray) -> tuple[Column, str]:
+    """A column as its rule reads it, and what does not fit, in words."""
+    absent = values.isna()
+    if rule.kind == CATEGORY:
+        text = _strip(values.map(name_value).astype(object).where(~absent, None))
+        unknown = ~text.where(~absent, MISSING).isin(rule.all_levels)
+        examples = list_values(text[unknown].map(name_value).unique(), 3)
+        told = f"{int(unknown.sum())} of {len(text)} values are no level of the schema and count as none ({examples})"
+        return text, told if unknown.any() else ""
+    numbers = values
+    if not is_number(values):
+        text = values.astype(str).str.strip()
+        numbers = convert_to_numbers(text.where(~decimal_comma, text.str.replace(",", "."))).where(~absent)
+    known = np.isfinite(numbers.to_numpy(np.float64, na_value=np.nan))
+    odd = ~known & ~absent.to_numpy()
+    if odd.any():
+        examples = list_values(values[odd].unique(), 3)
+        return numbers, f"{int(odd.sum())} of {len(values)} values are no numbers and count as missing ({examples})"
+    if not known.all() and not rule.gaps and rule.kind == NUMBER:
+        return numbers, f"{int((~known).sum())} of {len(values)} values are missing; the schema has no mark for them"
+    return numbers, ""
 
 
 # ------------------------------------------------------------------------------------------------- values of columns

@@ -154,6 +154,26 @@ class Blocks:
         return own, index, jnp.maximum(here.sum(), 1)
 
 
+@jax.tree_util.register_static
+class RowsElsewhere:
+    """In place of the columns of a task's pool, for metrics: no device has everybody's rows."""
+
+    def __getitem__(self, name: Any) -> Any:
+        raise UserError(
+            "a metric reads task.data.columns, the rows of all clients, but on several devices each has its own "
+            "clients' alone: read the client's rows from its `data` (data.take, data.average), and pass what is found "
+            "through fed.mean or fed.gather."
+        )
+
+    def __iter__(self) -> Any:
+        return self[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own questions, such as whether it can be copied
+            raise AttributeError(name)
+        return self[name]
+
+
 @dataclasses.dataclass(frozen=True)
 class SpreadCohort:
     """All participants of a round, of which this device has some: everything that exchanges need beyond it."""

@@ -30,7 +30,7 @@ from nestfed.engine.cohorts import (
     list_participants,
     show_cohort,
 )
-from nestfed.engine.devices import AXIS, COMMON, OWN, Blocks, SpreadCohort
+from nestfed.engine.devices import AXIS, COMMON, OWN, Blocks, RowsElsewhere, SpreadCohort
 from nestfed.engine.steps import (
     NUMBERS,
     SQUARES,
@@ -507,7 +507,8 @@ def _evaluate(inputs: Inputs, run: Run, plan: Plan) -> dict[str, Array]:
     sizes = jnp.asarray(task.data.sizes)
     by_size = jnp.argsort(sizes if spread is None else sizes[everybody.position])
     # On several devices the pool is that of one: a metric that reaches for it, past its own rows, must not get it.
-    seen = task if spread is None else dataclasses.replace(task, data=dataclasses.replace(task.data, columns=None))
+    elsewhere = dataclasses.replace(task.data, columns=RowsElsewhere())
+    seen = task if spread is None else dataclasses.replace(task, data=elsewhere)
     common_key = fold(inputs.key, METRICS)
 
     def program(argument: tuple[Participant, Any, Any], exchange: Exchange) -> dict[str, Array]:

@@ -125,6 +125,14 @@ class Scenario(abc.ABC, Generic[Setup]):
         """What settings are chosen by, from the last values of metrics on validation data: the smaller the better."""
         return final[self.select]
 
+    def score_step_sizes(self, final: Mapping[str, float]) -> float:
+        """The same for step sizes alone, which tuning chooses before a run."""
+        return self.score(final)
+
+    def improves(self, setup: Setup, before: Any, left: Any) -> bool:
+        """Is what a stage left, its best iterate on validation rows, better there than what the stage before left?"""
+        return self.evaluate(setup, left)[0][self.select] < self.evaluate(setup, before)[0][self.select]
+
     def leave(self, task: Task, server: Any, clients: Any) -> Any:
         """What is known of a stage's end to the next one, to evaluations and to models: usually the server's state."""
         return server

@@ -237,19 +237,19 @@ def run_method(
             status == DIVERGED,
         )
         left = scenario.leave(task, result.output, result.clients)
-        trace = trace.extend(done, _choose_left(left, trace, result.history, options), status, {})
+        left = _choose_left(trials, trace, left, options)
+        trace = trace.extend(done, left, status, {})
         if status == DIVERGED:
             break
     return trace
 
 
-def _choose_left(left: Any, before: Trace, history: Mapping[str, np.ndarray], options: Options) -> Any:
-    """What a stage leaves; where its best iterate counts and none is better than its start, what the stage before
-    left."""
+def _choose_left(trials: Trials[Any], before: Trace, left: Any, options: Options) -> Any:
+    """What a stage leaves; where its best iterate counts and is not clearly better than its start, what the stage
+    before left."""
     if options.select is None or before.left is None:
         return left
-    scores = history[options.select]
-    return left if np.nanmin(scores) < scores[0] else before.left
+    return left if trials.scenario.improves(trials.setups[before.seed], before.left, left) else before.left
 
 
 def _relay(listen: Callable[[Evaluation], None], trials: Trials[Any], trace: Trace, stage: str) -> Watch:
@@ -338,13 +338,16 @@ def sweep_next_stage(
                 status = DIVERGED if done.diverged[row, column] >= 0 else FINISHED
                 server = one.server if one.output is None else one.output.server
                 left = scenario.leave(tasks[column], server, one.clients)
-                left = _choose_left(left, trace, history, options)
+                left = _choose_left(trials, trace, left, options)
                 extended.append(trace.extend(passed, left, status, combinations[i]))
     return dataclasses.replace(trials, traces=tuple(extended))
 
 
-def compute_score(trials: Trials[Any], trace: Trace) -> float:
-    """What settings are chosen by, of the state that the last stage left; infinite for a run that diverged."""
+def compute_score(
+    trials: Trials[Any], trace: Trace, score: Callable[[Mapping[str, float]], float] | None = None
+) -> float:
+    """What settings are chosen by (None: the scenario's score), of the state that the last stage left; infinite for a
+    run that diverged."""
     if trace.status == DIVERGED:
         return np.inf
     stage = trace.stages[-1]
@@ -352,8 +355,8 @@ def compute_score(trials: Trials[Any], trace: Trace) -> float:
         final = {name: float(values[-1]) for name, values in stage.history.items() if values.ndim == 1}
     else:
         final, _ = trials.scenario.evaluate(trials.setups[trace.seed], trace.left)
-    score = trials.scenario.score(final)
-    return score if np.isfinite(score) else np.inf
+    value = (score or trials.scenario.score)(final)
+    return value if np.isfinite(value) else np.inf
 
 
 def find_best_changes(trials: Trials[Any]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class TabularOptions(OptionSet):
     description: ClassVar[str]  # what the task trains, in a line
     usual: ClassVar[tuple[str, ...]]  # the methods of a run that names none
     usual_partition: ClassVar[str] = UNEVEN  # of a table whose rows have no clients yet
+    usual_averaging: ClassVar[str] = "uniform"
 
     data: str = option(
         "a data set (`nestfed list data`), or your CSV or Parquet file",
@@ -147,6 +148,14 @@ class TabularOptions(OptionSet):
         default="adult",
         convert=locate,
         more="One file per client: their folder, sites/, or a pattern in quotes, 'sites/*.csv'.",
+    )
+    schema: str | None = option(
+        "a file that says what the columns are, in place of guesses",
+        panel=DATA,
+        usual="none",
+        convert=locate,
+        more="`nestfed site schema` drafts one. It has the label and the groups too, and a client's rows may then have "
+        "one label only.",
     )
     label: str | None = option("column to predict", panel=DATA, usual="that of the data set; your file needs one")
     positive: str | None = option("value of the label that counts as 1", panel=DATA, usual="found where it is clear")
@@ -184,7 +193,12 @@ class TabularOptions(OptionSet):
         at_least=1,
         usual=f"{BATCH_SIZES[1]}, or {BATCH_SIZES[0]} for a table of at most {LARGE_TABLE} rows",
     )
-    averaging: str = option("weights of the clients", panel=TRAINING, default="uniform", choices=("uniform", "samples"))
+    averaging: str | None = option(
+        "weights of the clients",
+        panel=TRAINING,
+        choices=("uniform", "samples"),
+        usual=lambda task: task.usual_averaging,
+    )
     steps: int = option("local steps of every stage", panel=TRAINING, default=2000, at_least=1)
 
     @property
@@ -199,6 +213,11 @@ class TabularOptions(OptionSet):
     def path(self) -> str | None:
         """The user's own file or files, or None for a data set by name."""
         return self.data if is_path(self.data) else None
+
+    @property
+    def client_weights(self) -> str:
+        """What clients are weighted by."""
+        return self.averaging or self.usual_averaging
 
     @property
     def recipe(self) -> str:
@@ -218,6 +237,7 @@ class FairnessOptions(TabularOptions):
     description: ClassVar[str] = "a classifier with equal true positive rates in all groups (bilevel group weights)"
     usual: ClassVar[tuple[str, ...]] = ("fedavg", "fedbio")
     usual_partition: ClassVar[str] = "iid"
+    usual_averaging: ClassVar[str] = "samples"  # a gap is counted in everybody's rows
 
     group: str | None = option(
         "column of the sensitive groups; sex+race joins two",
@@ -275,6 +295,10 @@ class FairnessOptions(TabularOptions):
     regulariser: float = option("coefficient of FedReg", panel=TASK, default=0.1, at_least=0)
     full_batch: bool = option("FedMinMax sees all rows in a step", panel=TASK, default=True)
 
+    @property
+    def client_weights(self) -> str:
+        return self.averaging or ("uniform" if self.objective == "paper" else self.usual_averaging)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RobustOptions(TabularOptions):
@@ -283,9 +307,8 @@ class RobustOptions(TabularOptions):
     name: ClassVar[str] = "robust"
     description: ClassVar[str] = "a classifier for the worst rows, clients and groups (distributionally robust)"
     usual: ClassVar[tuple[str, ...]] = ("fedavg", "feddro", "ds-feddro")
+    usual_averaging: ClassVar[str] = "samples"  # the objective is about rows, whoever holds them
 
-    # The objective is about rows, whoever holds them: every row counts the same.
-    averaging: str = option("weights of the clients", panel=TRAINING, default="samples", choices=("uniform", "samples"))
     divergence: str = option(
         "what the adversary pays, or may do",
         panel=TASK,
@@ -309,9 +332,8 @@ class AuprcOptions(TabularOptions):
     name: ClassVar[str] = "auprc"
     description: ClassVar[str] = "a classifier that puts rare positives first (area under the precision-recall curve)"
     usual: ClassVar[tuple[str, ...]] = ("fedavg", "coda-plus", "fcsg-m")
+    usual_averaging: ClassVar[str] = "samples"  # every positive counts the same, whoever holds it
 
-    # Every positive counts the same, whoever holds it.
-    averaging: str = option("weights of the clients", panel=TRAINING, default="samples", choices=("uniform", "samples"))
     margin: float = option(
         "how far positives should lie above negatives, in probability", panel=TASK, default=0.3, above=0
     )
@@ -320,8 +342,8 @@ class AuprcOptions(TabularOptions):
         "methods for average precision begin with FedAvg's model",
         panel=TASK,
         default=True,
-        more="Their own stage is then called rank: rank.lr=1. The iterate that is best on validation rows counts, the "
-        "first one included.",
+        more="Their own stage is then called rank: rank.lr=1. The iterate that is best on validation rows counts, if "
+        "it is clearly better than FedAvg's model.",
     )
     recall: float = option("at which recall precision is reported", panel=TASK, default=0.8, above=0, at_most=1)
 

@@ -3,7 +3,7 @@
 A stage of a method says which of its settings may be chosen, as factors of what is recommended (`Stage.tuned`). Step
 sizes far apart are tried side by side, settings x seeds, for a short part of the run. Where the best one lies at the
 edge, the window moves on: a table of another scale wants another step size. What is near the best is then tried for
-longer, beside what is recommended, which stays unless another value is better by more than the noise between seeds.
+longer, beside what is recommended, which stays unless another value is better beyond the noise between seeds.
 Other settings follow, with the step size chosen. All sweeps of a stage have as many settings, where they can: they are
 then one compiled program.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from nestfed.core.settings import UserError
 from nestfed.engine.cohorts import find_expected_cohort
@@ -26,6 +27,8 @@ OTHER_BATCHES = 1_000_003  # from a seed to another one with the same split
 SHORT, LONG = 1 / 8, 1 / 2  # parts of a run: to compare settings far apart, and those near the best
 NEAR = (1.0, 0.4, 2.5, 0.65, 1.6, 0.25, 4.0)  # factors of the best
 MOST_MOVES = 8  # of a window
+CONFIDENCE = 0.95  # that a value is better than what is recommended
+WORTH = 0.02  # of the score: what a value must gain to replace what is recommended
 MOST_SECONDS = 60.0  # of tuning that nobody asked for
 # Measured on two cores: compiling a stage's program, a row of a batch, and a number of the model that it meets.
 COMPILE_SECONDS, ROW_SECONDS, NUMBER_SECONDS = 5.0, 5e-8, 2e-9
@@ -203,22 +206,25 @@ def _sweep(
 
 def _read_scores(swept: Trials[Any], key: str) -> dict[float, np.ndarray]:
     """By value, one per seed; infinite for what diverged or ended above its start."""
+    score = swept.scenario.score_step_sizes if _is_step_size(key) else swept.scenario.score
     scores: dict[float, list[float]] = {}
     for trace in swept.traces:
-        score = np.inf if trace.rise is not None else compute_score(swept, trace)
-        scores.setdefault(trace.changes[key], []).append(score)
+        value = np.inf if trace.rise is not None else compute_score(swept, trace, score)
+        scores.setdefault(trace.changes[key], []).append(value)
     return {value: np.asarray(own) for value, own in scores.items()}
 
 
 def _prefer(scores: Mapping[float, np.ndarray], recommended: float) -> float:
-    """The best value, if it is better than what is recommended by more than the standard error over seeds."""
+    """The best value, if it is better than what is recommended beyond the chance of few seeds (a one-sided t test), and
+    by enough to be worth the noise of a larger step."""
     best = min(scores, key=lambda value: scores[value].mean())
     if not np.isfinite(scores[best]).all():
         return recommended
     if not np.isfinite(scores[recommended]).all():
         return best
     gain = scores[recommended] - scores[best]
-    return best if gain.mean() > gain.std(ddof=1) / len(gain) ** 0.5 else recommended
+    by_chance = stdtrit(len(gain) - 1, CONFIDENCE) * gain.std(ddof=1) / len(gain) ** 0.5
+    return best if gain.mean() > max(by_chance, WORTH * scores[recommended].mean()) else recommended
 
 
 def _recommend(trials: Trials[Any], key: str, changes: Mapping[str, Any]) -> float:

@@ -187,7 +187,7 @@ class Personal(Tabular[TabularSetup]):
             setup.rows,
             theta,
             batch_size=setup.batch_size,
-            weights=setup.weigh_clients(self.options.averaging),
+            weights=setup.own_weights(setup.weigh_clients(self.options.client_weights)),
         )
 
     def thetas(self, setup: TabularSetup, models: Models) -> PyTree:
@@ -221,7 +221,7 @@ class Personal(Tabular[TabularSetup]):
     def evaluate(self, setup: TabularSetup, left: Models) -> tuple[dict[str, float], pd.DataFrame]:
         data = setup.data
         _, rows = self.tabulate_outcomes(setup, left)
-        weights = setup.weigh_clients(self.options.averaging)
+        weights = setup.weigh_clients(self.options.client_weights)
         final: dict[str, Any] = {}
         for part in PARTS:
             inside: Any = rows[rows["split"] == part]

@@ -229,16 +229,22 @@ class RobustSetup(TabularSetup):
     def gradient_lengths(self) -> np.ndarray:
         """Of every client, the mean length of its rows' gradients of the logit, where the model starts. A loss's
         gradient is as long where the row is all wrong, and shorter anywhere else. (Of at most 256 training rows.)"""
-        sizes = self.train_sizes.astype(int)
+        sizes = self.own_sizes.astype(int)
         taken = np.minimum(sizes, GRADIENT_ROWS)
         of_client = zip(np.asarray(self.rows.offsets), sizes, taken, strict=True)
         places = [offset + np.arange(number) * size // number for offset, size, number in of_client]
         lengths = measure_logit_gradients(self.model, self.theta, self.rows.columns["inputs"][np.concatenate(places)])
         return np.add.reduceat(np.asarray(lengths), np.cumsum(taken) - taken) / taken
 
+    def measures(self):
+        # By clients alike, and by their rows.
+        of_all = lambda: np.array([np.ones_like(self.own_sizes), self.own_sizes]) @ self.gradient_lengths
+        return super().measures() | {"gradients": of_all}
+
     def find_usual_gradient(self, averaging: str) -> float:
         """Their mean over clients."""
-        return float(self.weigh_clients(averaging) @ self.gradient_lengths)
+        by_client, by_rows = self.sum_of("gradients")
+        return float(by_client / self.clients if averaging == "uniform" else by_rows / self.train_sizes.sum())
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -254,7 +260,7 @@ def measure_logit_gradients(model: Any, theta: PyTree, inputs: Array) -> Array:
 def make_robust_loss(scenario: "Robust", setup: RobustSetup, before: Any) -> TabularTask:
     """The robust loss of the training rows."""
     # Training rows only, of all that a client holds; where clients count alike, rows of small ones weigh more.
-    heaviest = np.max(setup.train_sizes / setup.weigh_clients(scenario.options.averaging))
+    heaviest = np.max(setup.train_sizes / setup.weigh_clients(scenario.options.client_weights))
     problem, start = scenario.adversary.pose(
         RowLosses(setup.model), scenario.options.penalty, float(heaviest), setup.theta
     )
@@ -279,7 +285,7 @@ def choose_step_size(scenario: "Robust") -> float:
 
 def choose_clip(scenario: "Robust", setup: RobustSetup) -> float:
     """A row far out that is drawn in a batch must not move a client further than a usual row that is all wrong."""
-    return float(f"{setup.find_usual_gradient(scenario.options.averaging):.3g}")
+    return float(f"{setup.find_usual_gradient(scenario.options.client_weights):.3g}")
 
 
 def _make_robust_method(name: str, title: str, description: str, **settings: Any) -> Method:
@@ -302,7 +308,7 @@ def _make_average_method(name: str) -> Method:
 
 
 def _choose_fastdro_settings(scenario: "Robust", setup: RobustSetup) -> dict[str, Any]:
-    own = scenario.adversary.choose_fastdro_settings(setup.rows.clients * setup.batch_size)
+    own = scenario.adversary.choose_fastdro_settings(setup.clients * setup.batch_size)
     return {"lr": choose_step_size(scenario), **own}
 
 
@@ -371,15 +377,15 @@ class Robust(Tabular[RobustSetup]):
         grouped = self.options.group is not None
         return tuple(m for m in self.metrics if grouped or m.name != "test_worst_group_loss")
 
-    def set_up(self, seed: int) -> RobustSetup:
-        setup = super().set_up(seed)
+    def make_setup(self, data, seed, seat=None) -> RobustSetup:
+        setup = super().make_setup(data, seed, seat)
         if self.options.model != "logistic":
             return setup
         # From random weights, which a linear model does not need, a row far out begins with all the weight.
         return dataclasses.replace(setup, theta=jax.tree.map(jnp.zeros_like, setup.theta))
 
     def pose(self, setup, problem, params, **fields):
-        more = {"adversary": self.adversary, "model": setup.model, "total": len(setup.data.label)}
+        more = {"adversary": self.adversary, "model": setup.model, "total": setup.total}
         return super().pose(setup, problem, params, **more, **fields)
 
     def evaluate(self, setup: RobustSetup, left: Any) -> tuple[dict[str, float], pd.DataFrame]:

@@ -6,7 +6,7 @@ test rows. A named task (`fairness`, `robust`) adds its problems, its methods an
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -23,18 +23,11 @@ from nestfed.core.rows import ClientRows, Rows
 from nestfed.core.settings import UserError, static, struct
 from nestfed.core.task import Task
 from nestfed.core.types import Array, PyTree
-from nestfed.data import (
-    TRAIN,
-    VALIDATION,
-    Federated,
-    Table,
-    describe_columns,
-    describe_groups,
-    federate,
-    load,
-    read_table,
-)
-from nestfed.data.table import check_column
+from nestfed.data import TRAIN, VALIDATION, Federated, Table, describe_columns, describe_groups, load, read_table
+from nestfed.data.federated import Dealt, deal_table
+from nestfed.data.files import read_by_schema
+from nestfed.data.schema import Schema
+from nestfed.data.table import apply_schema, check_column, list_values
 from nestfed.models import RowModel, find_model
 from nestfed.problems.base import Problem
 from nestfed.problems.robust import MeanLoss
@@ -116,6 +109,23 @@ class PooledTask(TabularTask):
     model: RowModel = static()
     total: int = static()  # rows of all clients
 
+    def mean_metrics(self, server, client, data, fed):
+        """Means over clients, where nobody gives outputs of rows away."""
+        theta = self.problem.params_of(server, client)
+
+        def add_up(batch: PyTree) -> Array:
+            rows, _ = batch
+            correct = (self.model(theta, rows["inputs"]) > 0) == (rows["label"] == 1)
+            values = jnp.stack([jnp.ones_like(rows["label"]), compute_losses(self.model, theta, rows), correct], 1)
+            return jax.nn.one_hot(rows["part"], len(PARTS)).T @ values / len(values)
+
+        sums = data.average(add_up, rows_at_once=ROWS_AT_ONCE)  # [parts, (rows, loss, correct)]
+        there = sums[:, :1] > 0
+        sums = fed.mean(jnp.where(there, sums / jnp.where(there, sums[:, :1], 1), 0))
+        held = jnp.where(sums[:, 0] > 0, sums[:, 0], jnp.nan)  # by how many a part has rows
+        named = {"loss": sums[:, 1] / held, "accuracy": sums[:, 2] / held}
+        return {f"{part}_{name}": values[i] for i, part in enumerate(PARTS) for name, values in named.items()}
+
     def pool(self, theta: PyTree, data: ClientRows, fed: Fed) -> Pool:
         place = jnp.arange(data.largest, dtype=data.size.dtype)
         mine = data.take(jnp.minimum(place, data.size - 1))
@@ -140,6 +150,20 @@ class PooledTask(TabularTask):
 
 
 @dataclasses.dataclass(frozen=True)
+class Seat:
+    """The place of a site among others, whose rows are elsewhere; or that of their server, which has no rows."""
+
+    number: int | None  # None: the server's
+    sites: int
+    sums: Mapping[str, np.ndarray] | None = None  # of all sites' measures; None: not known yet
+
+    @property
+    def here(self) -> slice:
+        """Of all clients, those that its tasks are about."""
+        return slice(None) if self.number is None else slice(self.number, self.number + 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class TabularSetup:
     """One seed: rows dealt, split and encoded, a model and where it starts."""
 
@@ -148,15 +172,64 @@ class TabularSetup:
     model: RowModel
     theta: PyTree  # where the model starts
     batch_size: int
+    seat: Seat | None = None  # None: all rows are here
 
     @property
     def groups(self) -> int:
         return len(self.data.group_names)
 
     @property
+    def clients(self) -> int:
+        return self.rows.clients if self.seat is None else self.seat.sites
+
+    @property
+    def here(self) -> slice:
+        """Of all clients, those that tasks are about."""
+        return slice(None) if self.seat is None else self.seat.here
+
+    def measures(self) -> dict[str, Callable[[], np.ndarray]]:
+        """What methods must know of all rows together: sums over rows, or over clients, by name."""
+        return {
+            "sizes": lambda: self.per_client(np.asarray(self.rows.constants["sizes"])),
+            "cells": self._count_cells,
+        }
+
+    def sum_of(self, name: str) -> np.ndarray:
+        """One of the measures, of all rows of all clients."""
+        if self.seat is not None and self.seat.sums is not None:
+            return self.seat.sums[name]
+        return self.measures()[name]()
+
+    def per_client(self, values: np.ndarray) -> np.ndarray:
+        """An entry for every client; where only one's rows are here, zeros stand for the others."""
+        of_all = np.zeros((self.clients, *np.shape(values)[1:]))
+        of_all[self.here] = values
+        return of_all
+
+    def _count_cells(self) -> np.ndarray:
+        """Rows by [part, group, label]."""
+        counts = np.zeros((len(PARTS), self.groups, 2))
+        np.add.at(counts, (self.data.part, self.data.group, self.data.label), 1)
+        return counts
+
+    @property
+    def total(self) -> int:
+        """Rows of all clients."""
+        return int(self.sum_of("cells").sum())
+
+    @property
+    def own_sizes(self) -> np.ndarray:
+        """Training rows of the clients here."""
+        return np.asarray(self.rows.constants["sizes"])[:, TRAIN].astype(float)
+
+    @property
     def train_sizes(self) -> np.ndarray:
         """Training rows of every client."""
-        return np.asarray(self.rows.constants["sizes"])[:, TRAIN].astype(float)
+        return self.sum_of("sizes")[:, TRAIN]
+
+    def own_weights(self, weights: np.ndarray) -> np.ndarray:
+        """Those of the clients here. A site's task has only itself; what it counts among others is not its business."""
+        return weights if self.seat is None or self.seat.number is None else np.ones(1)
 
     def weigh_clients(self, averaging: str) -> np.ndarray:
         sizes = self.train_sizes
@@ -267,6 +340,8 @@ class Tabular(Scenario[Setup]):
         chosen, path = self.options, self.options.path
         if self.given is not None:
             return self.given
+        if chosen.schema is not None:
+            return self._read_by_schema(Schema.read(chosen.schema))
         if path is None:
             return self._assign_roles(load(chosen.data))
         if chosen.label is None:
@@ -282,6 +357,26 @@ class Tabular(Scenario[Setup]):
             threshold=chosen.threshold,
             drop=chosen.drop,
         )
+
+    def _read_by_schema(self, schema: Schema) -> Table:
+        """The table as the schema reads it; options that it decides are not asked."""
+        chosen = self.options
+        for name in ("label", "positive", "threshold", "group"):
+            given, agreed = getattr(chosen, name), getattr(schema, name)
+            if given is not None and str(given) != str(agreed):
+                raise UserError(f"{name}={given!r} was given, but the schema says {agreed!r}; leave {name} out.")
+        if chosen.drop:
+            raise UserError(
+                f"drop={list_values(chosen.drop)} was given together with a schema, which says what is left out."
+            )
+        if schema.group is None and self.needs_group:
+            raise UserError(f"the task {self.name} is about groups, but {chosen.schema} names none; give it a group=.")
+        if chosen.path is not None:
+            table = read_by_schema(chosen.path, schema, clients=chosen.client_column)
+        else:
+            known = self._assign_roles(load(chosen.data))
+            table = apply_schema(known, schema)
+        return table if self.needs_group or chosen.group is not None else dataclasses.replace(table, groups=())
 
     def _assign_roles(self, known: Table) -> Table:
         """A data set by name, with the roles that the user gave its columns."""
@@ -302,6 +397,11 @@ class Tabular(Scenario[Setup]):
         return dataclasses.replace(known, **changes)
 
     def set_up(self, seed: int) -> Setup:
+        dealt = self.deal(seed)
+        return self.make_setup(dealt.encode(dealt.fit()), seed)
+
+    def deal(self, seed: int, only: int | None = None) -> Dealt:
+        """The table split and dealt, `only` to the client of this number where others hold their rows elsewhere."""
         chosen = self.options
         if chosen.client_column is not None and chosen.partition not in (None, "column"):
             raise UserError(
@@ -309,10 +409,11 @@ class Tabular(Scenario[Setup]):
                 "give a number of clients, or leave the partition out."
             )
         by_column = self.table.client is not None and chosen.client_number is None
-        data = federate(
+        return deal_table(
             self.table,
             group=chosen.group,
             clients=chosen.client_number,
+            only=only,
             test_fraction=chosen.test_fraction if self.given is None else 0.0,
             partition=chosen.partition or ("column" if by_column else chosen.usual_partition),
             recipe=chosen.recipe,
@@ -322,9 +423,18 @@ class Tabular(Scenario[Setup]):
             by_group=self.needs_group,
             positives=self.needs_positives,
         )
-        model = find_model(chosen.model)
+
+    def make_setup(self, data: Federated, seed: int, seat: Seat | None = None) -> Setup:
+        """Of encoded rows; with a seat they are those of one site."""
+        model = find_model(self.options.model)
         start = model.init(jax.random.key(seed), data.inputs.shape[1])
-        setup: Any = self.setup_class(data, self.make_rows(data), model, start, chosen.batch_rows(len(data.label)))
+        schema, rows = self.table.schema, self.make_rows(data)
+        agreed = None if schema is None else self.options.batch_size or schema.batch_size
+        if seat is not None:
+            largest = rows.largest if seat.sums is None else int(seat.sums["sizes"].sum(1).max())
+            rows = dataclasses.replace(rows, ids=np.arange(seat.sites, dtype=np.int32)[seat.here], largest=largest)
+        batch_size = agreed or self.options.batch_rows(len(data.label))
+        setup: Any = self.setup_class(data, rows, model, start, batch_size, seat)
         return setup
 
     def pose(
@@ -338,20 +448,20 @@ class Tabular(Scenario[Setup]):
         **fields: Any,
     ) -> TabularTask:
         """The task of solving this problem on a seed's rows from this start."""
-        usual = setup.weigh_clients(self.options.averaging)
+        usual = setup.weigh_clients(self.options.client_weights)
         weights = usual if averaging is None else setup.weigh_clients(averaging)
         # Metrics must not depend on a method's own weights of fed.mean: `scale` makes a total of the mean, `vote` a
         # mean with the usual weights.
         constants = setup.rows.constants | {
-            "scale": (1 / weights).astype(np.float32),
-            "vote": (usual / weights).astype(np.float32),
+            "scale": (1 / weights)[setup.here].astype(np.float32),
+            "vote": (usual / weights)[setup.here].astype(np.float32),
         }
         return (task_class or self.task_class).create(
             problem,
             dataclasses.replace(setup.rows, constants=constants),
             params,
             batch_size=setup.batch_size,
-            weights=weights,
+            weights=setup.own_weights(weights),
             groups=setup.groups,
             **fields,
         )
