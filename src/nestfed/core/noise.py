@@ -69,24 +69,26 @@ def compute_chacha20_block(key: Array, counter: Array, nonce: Sequence[Array] | 
     """The 16 words of a block for every counter, [..., 16]; key [8], nonce [3]."""
     counter = jnp.asarray(counter, "uint32")
     everywhere = lambda word: jnp.broadcast_to(jnp.asarray(word, "uint32"), counter.shape)
-    start = [everywhere(word) for word in (*_CONSTANTS, *key)] + [counter] + [everywhere(word) for word in nonce]
+    words = [everywhere(word) for word in (*_CONSTANTS, *key)] + [counter] + [everywhere(word) for word in nonce]
+    start = tuple(jnp.stack(words[i : i + 4]) for i in range(0, 16, 4))  # a row of four words at once
+    rotate = lambda word, bits: (word << jnp.uint32(bits)) | (word >> jnp.uint32(32 - bits))
+    turn = lambda row, places: jnp.concatenate([row[places:], row[:places]])
 
-    def quarter_round(state: list[Array], a: int, b: int, c: int, d: int) -> None:
-        for into, other, along, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
-            state[into] = state[into] + state[other]
-            mixed = state[along] ^ state[into]
-            state[along] = (mixed << jnp.uint32(bits)) | (mixed >> jnp.uint32(32 - bits))
+    def quarter_rounds(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ...]:
+        for first, second in ((16, 12), (8, 7)):
+            a = a + b
+            d = rotate(d ^ a, first)
+            c = c + d
+            b = rotate(b ^ c, second)
+        return a, b, c, d
 
-    def double_round(_: int, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        words = list(state)
-        for i in range(4):  # columns
-            quarter_round(words, i, 4 + i, 8 + i, 12 + i)
-        for i in range(4):  # diagonals
-            quarter_round(words, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
-        return tuple(words)
+    def double_round(_: int, rows: tuple[Array, ...]) -> tuple[Array, ...]:
+        a, b, c, d = quarter_rounds(*rows)  # columns
+        a, b, c, d = quarter_rounds(a, turn(b, 1), turn(c, 2), turn(d, 3))  # diagonals
+        return a, turn(b, 3), turn(c, 2), turn(d, 1)
 
-    mixed = lax.fori_loop(0, 10, double_round, tuple(start))
-    return jnp.stack([a + b for a, b in zip(mixed, start, strict=True)], axis=-1)
+    mixed = lax.fori_loop(0, 10, double_round, start)
+    return jnp.moveaxis(jnp.concatenate([a + b for a, b in zip(mixed, start, strict=True)]), 0, -1)
 
 
 def _derive(key: Array, purpose: int, number: ArrayLike) -> Array:

@@ -21,9 +21,13 @@ INIT, BATCH, COHORT, DROPOUT, SHARED, OUTPUT, METRICS, UPLOAD, ANSWER = range(9)
 
 def fold(key: Array, *meaning: ArrayLike) -> Array:
     """A key for what `meaning` says: fold in one number after the other."""
-    for number in meaning:
-        key = _hash_key(key, jnp.uint32(0), number)
-    return key
+    if _is_threefry(key):
+        for number in meaning:
+            key = _hash_key(key, jnp.uint32(0), number)
+        return key
+    # A loop, because other generators take many operations to compile.
+    numbers = jnp.stack([jnp.asarray(part).astype("uint32") for number in meaning for part in (0, number)])
+    return lax.scan(lambda key, number: (jax.random.fold_in(key, number), None), key, numbers)[0]
 
 
 def fold_pair(key: Array, first: ArrayLike, second: ArrayLike) -> Array:

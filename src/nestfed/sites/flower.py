@@ -24,6 +24,7 @@ from nestfed.sites.kits import Deployment, find_free_port, read_kit
 from nestfed.sites.link import Answers, LostSite, serve_letters
 
 LISTENS = 60.0  # seconds for the SuperLink to listen
+LEAST = 60.0  # seconds in which a site may answer, however short the question
 COMMAND = 60.0  # seconds for a command of Flower's
 START = 60.0  # seconds for a submitted app to begin
 CODE = """from nestfed.sites import flower_job
@@ -89,6 +90,7 @@ class FlowerLink:
         self._thread.start()
 
     def ask(self, letters: Mapping[str, bytes], timeout: float) -> Answers:
+        timeout = max(timeout, LEAST)  # even a hello takes seconds here
         for site, answer in self._letters.ask(letters, timeout):
             if isinstance(answer, LostSite) and not self._letters.wait_for_job(0):
                 answer = LostSite(f"{answer.reason}: {self._problem}")

@@ -16,7 +16,8 @@ from flwr.serverapp import Grid, ServerApp
 from nestfed.sites.link import Answers, LostSite, fetch_letters, relay
 
 POLL = 0.25  # seconds; Flower waits a whole second where it is asked for an answer that has not arrived completely
-SLACK = 10.0  # seconds for the way between server and site, beyond those that the worker may take
+CONNECT = 60.0  # seconds to wait for a site that is not connected
+SLACK = 3.0  # seconds for an answer on its way, beyond those in which the worker must answer
 
 client, server = ClientApp(), ServerApp()
 
@@ -41,9 +42,10 @@ def carry_letters(grid: Grid, context: Context) -> None:
 
     def carry(letters: Mapping[str, bytes], timeout: float) -> Answers:
         """One message a site, of one record: each record, and each array of one, costs requests of its own."""
-        waiting, sent = dict(letters), {}
-        deadline = time.monotonic() + timeout
-        while (waiting or sent) and time.monotonic() < deadline + SLACK:
+        waiting, sent, began = dict(letters), {}, time.monotonic()
+        deadline = began + timeout
+        connected_by = min(deadline, began + CONNECT)
+        while time.monotonic() < (deadline + SLACK if sent else connected_by if waiting else 0):
             if waiting and time.monotonic() < deadline:
                 connected = set(grid.get_node_ids())
                 ready = [site for site in waiting if nodes[site] in connected]
