@@ -100,6 +100,11 @@ def call(monkeypatch, capsys, tmp_path):
     return call
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first: no worker waits for another's at the end."""
+    items.sort(key=lambda item: "slow" not in item.keywords)
+
+
 def pytest_make_parametrize_id(config, val, argname):
     """Content of files does not name tests: archives hold the time they were made at, and workers would disagree."""
     return argname if isinstance(val, bytes) else None
