@@ -21,7 +21,9 @@ def settings(tmp_path):
     frame["clinic"] = random.choice(["a", "b", "c"], 240)
     frame.to_csv(tmp_path / "all.csv", index=False)
     words = f'data = "{tmp_path}/all.csv"\nlabel = "ill"\npositive = "yes"\ngroup = "sex"\nclients = "clinic"\n'
-    (tmp_path / "settings.toml").write_text(words + 'task = "fairness"\nalgorithm = "fedavg"\nseeds = 1\ntune = false\n')
+    (tmp_path / "settings.toml").write_text(
+        words + 'task = "fairness"\nalgorithm = "fedavg"\nseeds = 1\ntune = false\n'
+    )
     return tmp_path / "settings.toml"
 
 
