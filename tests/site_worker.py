@@ -54,4 +54,4 @@ if __name__ == "__main__":
         room = int(os.environ["SITE_DISK"])
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
     make = lambda settings, schema, number, sites, seed: Case(settings, number)
-    serve(Worker(make, folder, uploads=find_uploads), path)
+    serve(Worker(make, folder, folder / "store", uploads=find_uploads), path)

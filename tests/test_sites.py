@@ -393,6 +393,12 @@ def test_sites_of_another_precision_version_or_settings_are_named_before_the_sta
         central.train(progress=False)
 
 
+def open_elsewhere(federation):
+    """A letter whose run would put a site's state where it does not belong."""
+    run, leg = Run("../../elsewhere", {}, None, 0, tuple(NAMES)), Leg(method="fedavg", seed=0, stage=0, changes={})
+    return pack(Letter({"kind": "open", **run.header(0), "leg": leg, "sums": 0}))
+
+
 def test_letters_of_another_kind_are_refused_in_one_line(federation):
     refusals = {}
     for name, letter in {
@@ -401,6 +407,7 @@ def test_letters_of_another_kind_are_refused_in_one_line(federation):
         "nothing": b"",
         "ticket": pack(Letter({"kind": "ticket", "run": "never", "leg": "opened"})),
         "field": pack(Letter({"kind": "open", "leg": {}})),
+        "path": open_elsewhere(federation),
     }.items():
         (answer,) = dict(federation.link.ask({"north": letter}, 30.0)).values()
         refusals[name] = unpack(answer).header["refused"]
@@ -410,6 +417,7 @@ def test_letters_of_another_kind_are_refused_in_one_line(federation):
         "nothing": "cut off",
         "ticket": "restarted, or is in another run",
         "field": "does not fit",
+        "path": "names have letters, digits",
     }
     assert all(word in refusals[name] and "\n" not in refusals[name] for name, word in words.items())
 

@@ -264,7 +264,7 @@ def run_local(
         work = Path(folder)
         files, schema = _deal_rows(request, sites, work)
         say(f"{len(files)} sites on this machine, letters carried by {chosen}")
-        with open_local(chosen, work / "kits", files, say) as link:
+        with open_local(chosen, work / "kits", files, where / "sites", say) as link:
             if masked:
                 _share_mask_keys(work / "kits", list(files))
             how: dict[str, Any] = {"resume": resume, "masked": masked, "progress": progress, "say": say}

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import jax
+
 from nestfed.core.settings import UserError
 from nestfed.sites.keeper import Kept, keep
 from nestfed.sites.kits import find_free_port, make_kits, read_deployment, read_kit
@@ -53,11 +55,14 @@ def start_relay(folder: Path, engine: str, worker: Path) -> Kept:
     return flower.start_site(folder, worker)
 
 
-def start_worker(folder: Path, data: Path, environment: Mapping[str, str] | None = None) -> Kept:
-    """At a site: the worker, restarted when it ends."""
+def start_worker(
+    folder: Path, data: Path, store: Path | None = None, environment: Mapping[str, str] | None = None
+) -> Kept:
+    """At a site: the worker, restarted when it ends; its state is in `store`, or in the site's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "nestfed.sites.worker", "--folder", folder, "--data", data.resolve()]
-    return keep([*words, "--socket", find_socket(folder)], folder / "worker.log", environment)
+    where = ["--socket", find_socket(folder), "--store", (store or folder / "store").resolve()]
+    return keep([*words, *where], folder / "worker.log", environment)
 
 
 def find_socket(folder: Path) -> Path:
@@ -83,15 +88,22 @@ def run_site(folder: Path, data: Path, say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def open_local(
-    engine: str, folder: Path, data: Mapping[str, Path], say: Callable[[str], None], port: int | None = None
+    engine: str,
+    folder: Path,
+    data: Mapping[str, Path],
+    stores: Path,
+    say: Callable[[str], None],
+    port: int | None = None,
 ) -> Iterator[Link]:
-    """All of a deployment on this machine, for these sites and their files: nothing of it is left at the end."""
+    """All of a deployment on this machine, for these sites and their files: nothing of it runs on at the end. The state
+    of every site stays in `stores`."""
     with contextlib.ExitStack() as stack:
         if engine != "direct":
             deployment = make_kits(folder, list(data), engine, port=port or find_free_port())
             say(f"made keys and certificates for {deployment.server}:{deployment.port}")
+        precision = {"JAX_ENABLE_X64": "1" if jax.config.read("jax_enable_x64") else "0"}
         for site, file in data.items():
-            worker = start_worker(folder / site, file)
+            worker = start_worker(folder / site, file, stores / site, precision)
             stack.callback(worker.stop)
             if engine != "direct":
                 stack.callback(start_relay(folder / site, engine, find_socket(folder / site)).stop)

@@ -13,7 +13,7 @@ from nestfed.workbench.request import Request
 from nestfed.workbench.site_setup import SiteSetup
 
 
-def make_worker(folder: Path, data: Path) -> Worker:
+def make_worker(folder: Path, data: Path, store: Path) -> Worker:
     """The worker of the site whose rows these are."""
     if not data.exists():
         raise UserError(f"there is no file {data}; give this site's rows with --data.")
@@ -24,7 +24,7 @@ def make_worker(folder: Path, data: Path) -> Worker:
     def find_mask(run: str, names: Sequence[str], number: int) -> SiteMask:
         return read_mask(folder, names[number], names, run)
 
-    return Worker(prepare, folder, find_mask, find_uploads)
+    return Worker(prepare, folder, store, find_mask, find_uploads)
 
 
 def write_schema(schema: str | None, folder: Path) -> Path:

@@ -3,13 +3,14 @@
 It answers letters at a Unix socket of its owner, one after the other. Whatever it is asked, its rows stay here: what it
 sends are the sums before a run, the questions of an algorithm's exchanges, and those of metrics.
 
-    python -m nestfed.sites.worker --folder SITE --data my.csv --socket PATH
+    python -m nestfed.sites.worker --folder SITE --data my.csv --store SITE/store --socket PATH
 """
 
 import argparse
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -79,6 +80,13 @@ def describe_party(algorithm: Algorithm, task: Task) -> dict[str, str]:
     }
 
 
+def check_name(name: str) -> str:
+    """A name that came in a letter and becomes that of a file: it must lead nowhere else."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        raise Refused(f"the name {name!r} came in a letter; names have letters, digits, -, _ and dots.")
+    return name
+
+
 def keep_file(path: Path, content: bytes) -> None:
     """Written beside, flushed to the disk, renamed: a kill, or a full disk, leaves the old file."""
     neighbour = path.with_name(f".{path.name}.part")
@@ -128,18 +136,19 @@ class DiskStore:
 class Worker:
     """Answers letters about one site's rows.
 
-    `make_preparation(settings, schema, number, sites, seed)` reads the rows. `folder` is the site's own; `find_mask`
-    gives the mask of a run where uploads must be hidden from the server.
+    `make_preparation(settings, schema, number, sites, seed)` reads the rows. `folder` is the site's own, and its state
+    is in `store`; `find_mask` gives the mask of a run where uploads must be hidden from the server.
     """
 
     def __init__(
         self,
         make_preparation: Callable[[Mapping[str, Any], str | None, int, int, int], Party],
         folder: Path,
+        store: Path,
         find_mask: Callable[[str, Sequence[str], int], SiteMask] | None = None,
         uploads: Callable[[Mapping[str, Any], int], Any] = lambda settings, stage: (),
     ):
-        self.make_preparation, self.folder = make_preparation, folder
+        self.make_preparation, self.folder, self.store = make_preparation, folder, store
         self.find_mask, self.uploads = find_mask, uploads
         self._preparation: tuple[str, Party] | None = None
         self._open: tuple[str, str] | None = None  # (run, leg)
@@ -198,14 +207,14 @@ class Worker:
             before = prepared.leave(task, server, None)
             task = prepared.task(leg["method"], stage + 1, before)
         algorithm = algorithms[leg["stage"]]
-        store = self.folder / "store" / run
+        store = self.store / check_name(run)
         mask = self._find_mask(header) if header["masked"] else None
         self._open = self._node = None
         self._node = Node(
             algorithm,
             task,
             leg["seed"],
-            DiskStore(store / f"{leg.name}.state"),
+            DiskStore(store / f"{check_name(leg.name)}.state"),
             uploads=self.uploads(header["settings"], leg["stage"]),
             secret=self._find_secret(store),
             mask=mask,
@@ -313,12 +322,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The worker of a site; `nestfed site start` starts it.")
     parser.add_argument("--folder", type=Path, required=True, help="the site's own folder")
     parser.add_argument("--data", type=Path, required=True, help="its rows")
+    parser.add_argument("--store", type=Path, required=True, help="where its state is kept")
     parser.add_argument("--socket", type=Path, required=True)
     chosen = parser.parse_args()
     from nestfed.sites.problem import make_worker  # it knows tables, which a test's worker need not
 
     try:
-        serve(make_worker(chosen.folder, chosen.data), chosen.socket)
+        serve(make_worker(chosen.folder, chosen.data, chosen.store), chosen.socket)
     except UserError as error:
         sys.exit(f"nestfed: {error}")
 
