@@ -187,3 +187,17 @@ def test_metrics_that_would_gather_rows_are_means_instead(task, method, tmp_path
     for name in ("train_loss", "test_accuracy"):
         assert np.isfinite(result.history[name]).all()
     assert 0 <= result.final["test_accuracy"] <= 1
+
+
+def test_a_site_that_has_nothing_to_rank_takes_no_part(tmp_path):
+    """It has no positive row, so it weighs nothing, and what it would compute is not asked for."""
+    cut(named_people(), tmp_path)
+    said = {"task": "auprc", "batch_size": 4, "warm_start": False}
+    result = run_between(tmp_path, federate(tmp_path, masked=False), said, "fcsg-m", masked=False)
+    simulated = simulate_pooled(tmp_path, said, "fcsg-m")
+    np.testing.assert_allclose(result.position.server.x, simulated.server.x, rtol=1e-9, atol=1e-11)
+    masked = tmp_path / "masked"
+    masked.mkdir()
+    cut(named_people(), masked)
+    with pytest.raises(UserError, match="2 of the sites weigh something in fcsg-m, .* takes 3"):
+        run_between(masked, federate(masked, masked=True), said, "fcsg-m", masked=True)

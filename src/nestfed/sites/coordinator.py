@@ -278,16 +278,22 @@ class Coordinator:
         self.chances = find_chances(task.weights, self.plan.cohort)
         self.party = describe_party(algorithm, task)
         ids, weights = np.asarray(task.data.ids).tolist(), np.asarray(task.weights).tolist()
-        self.weights: dict[int, float] = dict(zip(ids, weights, strict=True))
+        # A site that weighs nothing takes part in nothing.
+        self.weights: dict[int, float] = {k: weight for k, weight in zip(ids, weights, strict=True) if weight > 0}
         self.spending = cost.find_spending(algorithm, task, options)
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
         self._answered: set[tuple[int, str, bool, int]] = set()  # questions, by site: it has compiled them
         self._longest = 0.0  # seconds
-        # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
         if masks is not None:
             self.server.check_masked(len(roll.names))
+            if len(self.weights) < FEWEST:
+                raise UserError(
+                    f"{len(self.weights)} of the sites weigh something in {leg['method']}, and a sum of so few gives "
+                    f"them away to each other: secure aggregation takes {FEWEST}."
+                )
         self.fewest = 1 if masks is None else FEWEST  # sites that a sum takes
+        # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
         self.once = masks is not None or any(transform.noisy for transform in list_transforms(options.uploads))
 
     # --- letters
@@ -431,7 +437,7 @@ class Coordinator:
     def _measure(self, round: int, position: Position) -> dict[str, np.ndarray]:
         """Metrics of a state, over the sites that are there."""
         while True:
-            there = {k: self.weights[k] for k in self.roll.present}
+            there = {k: self.weights[k] for k in self.roll.present if k in self.weights}
             if len(there) < self.fewest:
                 self.roll.gather(self.open_at, lambda: len(self.roll.present) >= self.fewest)
                 continue
