@@ -16,6 +16,7 @@ round, which compiles. "x empty" is the ratio to an empty exchange of the same r
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -97,8 +98,6 @@ class Party:
         task = nestfed.Task.create(problem, data, np.zeros(columns, np.float32), batch_size=4)
         if self.number is None:
             return task
-        import dataclasses
-
         ids = np.asarray([self.number], np.int32)
         return select_client(dataclasses.replace(task, data=dataclasses.replace(task.data, ids=ids)), 0)
 
@@ -231,7 +230,7 @@ def measure(engine: str, number: int, rounds: int) -> dict[str, float | str | di
             before = measure_empty(link, sites, repetitions)
             print(f"{engine}: start {said['start_s']:.1f} s, empty {before:.4f} s", flush=True)
         with run_workers(folder, paths) as workers:
-            few = 3 if engine == "flower" else rounds
+            few = 2 if engine == "flower" else rounds
             methods = {"fedavg": few + 1} if number > 3 else {"fedavg": few + 1, "feddro": few + 1, "million": few + 1}
             parts = {}
             for method, count in methods.items():

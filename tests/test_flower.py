@@ -54,7 +54,7 @@ def federation() -> Iterator[Federation]:
 
 def test_every_site_gets_its_own_letter(federation):
     letters = {name: f" gets {name}".encode() for name in "ab"}
-    assert dict(federation.link.ask(letters, 180.0)) == {name: f"{name} gets {name}".encode() for name in "ab"}
+    assert dict(federation.link.ask(letters, 400.0)) == {name: f"{name} gets {name}".encode() for name in "ab"}
     large = os.urandom(8_000_000)
     assert federation.ask(large) == {name: name.encode() + large for name in "ab"}
 
