@@ -226,7 +226,7 @@ def measure(engine: str, number: int, rounds: int) -> dict[str, float | str | di
             stack.callback(link.close)
             measure_empty(link, sites, 1)
             said = {"engine": engine, "sites": number, "start_s": time.perf_counter() - began}
-            repetitions = 3 if engine == "flower" else 30
+            repetitions = 3 if engine == "flower" else 30  # seconds each there
             before = measure_empty(link, sites, repetitions)
             print(f"{engine}: start {said['start_s']:.1f} s, empty {before:.4f} s", flush=True)
         with run_workers(folder, paths) as workers:

@@ -57,14 +57,14 @@ def assert_same_study(pooled, sites):
 
 
 def test_sites_end_where_a_run_on_their_joined_rows_ends(table, tmp_path):
-    settings = {**table, "algorithm": ["fedavg", "fedbio"], "rounds": 2, "evaluations": 2}
+    settings = {**table, "algorithm": ["fedbio"], "rounds": 2, "evaluations": 2}  # a method of two stages
     pooled = workbench.run(**settings, out=tmp_path / "pooled", progress=False, tune=False)
     said = []
     sites = run_local(settings, engine="direct", out=tmp_path / "sites", progress=False, say=said.append)
     assert said[0] == "3 sites on this machine, letters carried by direct"
     assert_same_study(pooled, sites)
     record = Record.load(tmp_path / "sites")
-    assert record.methods == ["fedavg", "fedbio"] and (tmp_path / "sites" / "report.html").stat().st_size > 10_000
+    assert record.methods == ["fedbio"] and (tmp_path / "sites" / "report.html").stat().st_size > 10_000
     assert len(record.slices) == len(record.holdings) == 0  # nothing is told of a single site
     with pytest.raises(UserError, match="holds a run already"):
         run_local(settings, engine="direct", out=tmp_path / "sites", progress=False)
@@ -103,6 +103,7 @@ def wait_for_round(process, out, number):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left_running")
 def test_interrupted_and_killed_coordinators_leave_nothing_running_and_lose_no_round(table, tmp_path):
     """Ctrl-C says how to go on. After a kill nobody can, and the sites' processes end by themselves all the same."""

@@ -21,7 +21,7 @@ from nestfed.core.settings import UserError
 from nestfed.engine import rounds as engine
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
-from nestfed.sites.coordinator import Coordinator, Roll, Run, Unanswered
+from nestfed.sites.coordinator import AGAIN, Coordinator, Roll, Run, Unanswered
 from nestfed.sites.link import LoopbackLink, LostSite
 from nestfed.sites.wire import Letter, pack, unpack
 from nestfed.sites.worker import Leg
@@ -443,3 +443,18 @@ def test_noisy_round_that_loses_a_site_does_not_count(federation):
     result, said = train_with_absences(federation, "fedavg", link, 3, **more)
     assert result.participants.tolist() == [3, 0, 3]
     assert result.history["epsilon"][-1] > 0 and "a cable is cut" in said[0]
+
+
+def test_sites_that_have_compiled_are_not_waited_for_as_long_as_at_first(federation):
+    """Else a site that is gone, where nobody says so, would cost the time of a compilation."""
+
+    class Clock(Meddling):
+        def ask(self, letters, timeout):
+            header = unpack(next(iter(letters.values()))).header
+            if header["kind"] == "ticket":
+                waits.append((header["round"], timeout))
+            return super().ask(letters, timeout)
+
+    waits = []
+    coordinator(federation, "fedavg", link=Clock(federation.link), rounds=3).train(progress=False)
+    assert waits == [(-1, 120.0), (0, 120.0), (1, AGAIN), (2, AGAIN)]

@@ -47,7 +47,9 @@ from nestfed.verbs.messages import (
 )
 from nestfed.verbs.progress import Progress
 
-ANSWER = 600.0  # seconds in which a site must answer; the first answer compiles
+ANSWER = 600.0  # seconds in which a site must answer; the first answer to a question compiles
+AGAIN = 60.0  # seconds for a question that all who are asked have answered before, at the least
+SLACK = 10  # ... and so many times the longest answer so far
 HELLO = 5.0  # seconds for a hello
 PATIENCE = 120.0  # seconds to wait for sites that must be there
 EASE = 10  # a lost site is asked again after so many times the time that the last hello took
@@ -281,6 +283,8 @@ class Coordinator:
         self.spending = cost.find_spending(algorithm, task, options)
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
+        self._answered: set[tuple[int, str, bool, int]] = set()  # questions, by site: it has compiled them
+        self._longest = 0.0  # seconds
         if masks is not None:
             self.server.check_masked(len(roll.names))
             if len(self.weights) < FEWEST:
@@ -297,6 +301,7 @@ class Coordinator:
     def open_at(self, who: Sequence[int]) -> dict[int, str]:
         """Sites that cannot take part in this leg, and why."""
         wrong: dict[int, str] = {}
+        self._answered -= {question for question in self._answered if question[0] in who}
         head = {"kind": "open", "leg": self.leg, "sums": len(self.sums)}
         letters = {k: Letter({**self.run.header(k), **head}, [*self.sums, *self.earlier]) for k in who}
         for k, answer in self.roll.ask(letters, self.roll.answer):
@@ -312,15 +317,22 @@ class Coordinator:
 
     def _deliver(self, kind: str) -> Send:
         def send(tickets: Mapping[int, Ticket]) -> Iterator[tuple[int, Answer]]:
-            letters = {}
+            letters, began = {}, time.monotonic()
+            known = {k: (k, kind, ticket.round == START, ticket.exchange) for k, ticket in tickets.items()}
+            timeout = self.roll.answer
+            if self._answered.issuperset(known.values()):
+                timeout = min(timeout, max(AGAIN, SLACK * self._longest))
             for k, ticket in tickets.items():
                 shared = None if ticket.server is None else [np.asarray(a) for a in jax.tree.leaves(ticket.server)]
                 head, arrays = write_ticket(ticket, shared)
                 letters[k] = Letter({"kind": kind, "run": self.run.id, "leg": self.leg.name, **head}, arrays)
-            for k, answer in self.roll.ask(letters, self.roll.answer):
+            for k, answer in self.roll.ask(letters, timeout):
                 if isinstance(answer, Lost):
                     yield k, answer
                 else:
+                    if known[k] in self._answered:  # the first answer compiled
+                        self._longest = max(self._longest, time.monotonic() - began)
+                    self._answered.add(known[k])
                     yield k, list(answer.arrays) if answer.header.get("asks") else None
 
         return send

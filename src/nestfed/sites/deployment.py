@@ -39,7 +39,7 @@ from nestfed.verbs import cost
 from nestfed.workbench.commands import find_fresh
 from nestfed.workbench.fields import read_settings
 from nestfed.workbench.request import Request
-from nestfed.workbench.results import add_gains, collect_cost, list_versions, make_history_frame
+from nestfed.workbench.results import add_gains, collect_cost, collect_privacy, list_versions, make_history_frame
 from nestfed.workbench.site_setup import Prepared, ServerSetup
 from nestfed.workbench.stages import FINISHED, StageTrace, Trace, Trials
 from nestfed.workbench.study import Stopped, Study
@@ -229,6 +229,7 @@ def _make_record(
                 f"{roll.sent / 1e6:.1f} MB and received {roll.received / 1e6:.1f} MB since it was started.",
                 *dict.fromkeys(notes),
             ],
+            **collect_privacy(trials.traces),
         },
         history=pd.concat([make_history_frame(trials, trace) for trace in trials.traces], ignore_index=True),
         final=final,
@@ -259,7 +260,7 @@ def run_local(
     request = Request.of({**settings, "tune": False})
     _check_request(request)
     where = out or find_fresh(RUNS / f"deploy-{request.task}")
-    command = f"{request.command('deploy local')} --sites {sites} --engine {chosen}"
+    command = f"nestfed deploy local{request.command().removeprefix('nestfed run')} --sites {sites} --engine {chosen}"
     with tempfile.TemporaryDirectory(prefix="nestfed-") as folder, _say_how_to_go_on(f"{command} --out {where}"):
         work = Path(folder)
         files, schema = _deal_rows(request, sites, work)
