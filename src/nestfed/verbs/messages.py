@@ -308,7 +308,7 @@ def read_leaves(like: Any, leaves: Sequence[np.ndarray]) -> Any:
     if [(a.shape, a.dtype) for a in leaves] != expected:
         raise ProtocolError(
             f"arrays of {[(a.shape, a.dtype.name) for a in leaves]} came where {[(s, d.name) for s, d in expected]} "
-            "were expected: the parties have other settings."
+            "were expected: they were made with other settings, or in another precision."
         )
     return jax.tree.unflatten(jax.tree.structure(like), list(leaves))
 
