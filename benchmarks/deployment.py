@@ -264,7 +264,7 @@ def main() -> None:
         folder, path, number, sites = chosen.worker
         Path(folder).mkdir(exist_ok=True)
         make = lambda *_: Party(int(sites), int(number))
-        serve(Worker(make, Path(folder)), Path(path))
+        serve(Worker(make, Path(folder), Path(folder) / "store"), Path(path))
     said = measure(chosen.engine, chosen.sites, chosen.rounds)
     said |= {"load": os.getloadavg()[0], "cores": os.cpu_count(), "jax": jax.__version__}
     said |= {package: version(package) for package in ("nvflare", "flwr")}
