@@ -226,7 +226,7 @@ def measure(engine: str, number: int, rounds: int) -> dict[str, float | str | di
             stack.callback(link.close)
             measure_empty(link, sites, 1)
             said = {"engine": engine, "sites": number, "start_s": time.perf_counter() - began}
-            repetitions = 3 if engine == "flower" else 30
+            repetitions = 3 if engine == "flower" else 30  # seconds each there
             before = measure_empty(link, sites, repetitions)
             print(f"{engine}: start {said['start_s']:.1f} s, empty {before:.4f} s", flush=True)
         with run_workers(folder, paths) as workers:
@@ -264,7 +264,7 @@ def main() -> None:
         folder, path, number, sites = chosen.worker
         Path(folder).mkdir(exist_ok=True)
         make = lambda *_: Party(int(sites), int(number))
-        serve(Worker(make, Path(folder)), Path(path))
+        serve(Worker(make, Path(folder), Path(folder) / "store"), Path(path))
     said = measure(chosen.engine, chosen.sites, chosen.rounds)
     said |= {"load": os.getloadavg()[0], "cores": os.cpu_count(), "jax": jax.__version__}
     said |= {package: version(package) for package in ("nvflare", "flwr")}

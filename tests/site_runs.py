@@ -68,16 +68,16 @@ def run_workers(folder: Path, sockets: Mapping[str, Path]) -> Iterator[None]:
             process.stdout.close()
 
 
-def check_equal_to_simulation(link: Link, sites: list[str], name: str, file: Path) -> None:
-    """Two rounds over the link end where `simulate` does."""
-    case, options, built = CASES[name], Options(rounds=2, evaluate_every=2), Case({})
+def check_equal_to_simulation(link: Link, sites: list[str], name: str, file: Path, rounds: int = 2) -> None:
+    """Some rounds over the link end where `simulate` does."""
+    case, options, built = CASES[name], Options(rounds=rounds, evaluate_every=rounds), Case({})
     simulated = simulate(case.algorithm(name), TASKS[case.task](SIZES), 0, options, progress=False)
     run, leg = Run(f"run-{name}", {}, None, 0, tuple(sites)), Leg(method=name, seed=0, stage=0, changes={})
     algorithm = built.make_algorithms(name, {})[0]
     central = Coordinator(Roll(link, sites), run, leg, algorithm, built.task(name), options, file=file)
     result = central.train(progress=False)
     jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-9, atol=1e-11), simulated.server, result.position.server)
-    assert result.participants.tolist() == [len(sites)] * 2
+    assert result.participants.tolist() == [len(sites)] * rounds
 
 
 def find_processes(root: psutil.Process, what: str) -> list[psutil.Process]:

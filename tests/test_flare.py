@@ -1,7 +1,10 @@
 """Letters by NVIDIA FLARE between real processes: its server, its sites with TLS and keys, its jobs."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +22,14 @@ from nestfed.sites.link import LostSite
 SITES = ["a", "b", "c", "d"]
 
 
+def allow_code_at(kit: Path) -> None:
+    """As a server may do that its sites cannot trust."""
+    file = kit / "local" / "authorization.json"
+    rights = json.loads(file.read_text())
+    rights["permissions"]["lead"]["byoc"] = "any"
+    file.write_text(json.dumps(rights))
+
+
 class Federation:
     """Sites a, b and c; in place of d somebody who has keys of another authority."""
 
@@ -26,6 +37,7 @@ class Federation:
         self.folder, port = folder, find_free_port()
         self.deployment = make_kits(folder / "kits", SITES, port=port)
         make_kits(folder / "others", SITES, port=port)
+        allow_code_at(folder / "kits" / "server")
         self.workers = {name: Echo(folder / name, name) for name in SITES}
         self.relays = {name: self.start(name) for name in "abc"}
         self.stranger = start_site(folder / "others" / "d", folder / "d")
@@ -102,6 +114,34 @@ def test_what_is_killed_costs_time_and_no_answer(federation, what):
     for process in find_processes(root, command):
         process.send_signal(signal.SIGKILL)
     assert federation.ask(timeout=120.0) == {name: f"{name}hello".encode() for name in "abc"}
+
+
+SMUGGLE = """
+import os, sys, time
+from pathlib import Path
+from nvflare.collab import CollabRecipe
+from nvflare.fuel.flare_api.flare_api import new_secure_session
+from nestfed.sites.flare_job import Post, Relay
+from nestfed.sites.kits import USER
+
+CollabRecipe("nestfed", server=Post("nowhere"), client=Relay(), min_clients=1).export(sys.argv[2])  # with its sources
+session = new_secure_session(USER, sys.argv[1], timeout=20)
+job = session.submit_job(sys.argv[2] + "/nestfed")
+while not session.get_job_status(job).startswith("FINISHED"):
+    time.sleep(0.5)
+print(session.get_job_meta(job), flush=True)
+session.close()
+os._exit(0)  # threads of FLARE's client live on
+"""
+
+
+@pytest.mark.slow
+def test_a_site_refuses_a_job_that_brings_code(federation, tmp_path):
+    assert federation.ask(timeout=120.0)["a"] == b"ahello"
+    words = [sys.executable, "-c", SMUGGLE, str(federation.folder / "kits" / "coordinator"), str(tmp_path)]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert all(f"{name}: NVFLARE_ERROR: BYOC not permitted" in said for name in "abc"), said
+    assert federation.ask()["a"] == b"ahello"
 
 
 @pytest.fixture(scope="module")

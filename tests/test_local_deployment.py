@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+import tomli_w
 from numpy.testing import assert_allclose
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left_running")]
@@ -20,10 +21,9 @@ def settings(tmp_path):
     frame["ill"] = np.where(frame.age + random.normal(0, 5, 240) > 50, "yes", "no")
     frame["clinic"] = random.choice(["a", "b", "c"], 240)
     frame.to_csv(tmp_path / "all.csv", index=False)
-    words = f'data = "{tmp_path}/all.csv"\nlabel = "ill"\npositive = "yes"\ngroup = "sex"\nclients = "clinic"\n'
-    (tmp_path / "settings.toml").write_text(
-        words + 'task = "fairness"\nalgorithm = "fedavg"\nseeds = 1\ntune = false\n'
-    )
+    table = {"data": str(tmp_path / "all.csv"), "label": "ill", "positive": "yes", "group": "sex", "clients": "clinic"}
+    how = {"task": "fairness", "algorithm": "fedavg", "seeds": 1, "tune": False}
+    (tmp_path / "settings.toml").write_text(tomli_w.dumps(table | how))
     return tmp_path / "settings.toml"
 
 

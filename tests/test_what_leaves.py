@@ -49,13 +49,13 @@ def federate(folder, *, masked):
     for own in folders.values():
         if masked:
             (own / LIST_FILE).write_text("".join(f'{name} = "{key}"\n' for name, key in keys.items()))
-    return Direct({name: make_worker(own, folder / f"{name}.csv") for name, own in folders.items()})
+    return Direct({name: make_worker(own, folder / f"{name}.csv", own / "store") for name, own in folders.items()})
 
 
 def run_between(folder, link, said, method, *, masked, rounds=ROUNDS):
     """The first stage of a method, and where the coordinator ended."""
     roll = Roll(link, SITES, patience=0.0)
-    run = Run("a run", said, (folder / "schema.toml").read_text(), 3, SITES, masked)
+    run = Run("a-run", said, (folder / "schema.toml").read_text(), 3, SITES, masked)
     hub = ServerSetup(said, folder / "schema.toml", sites=len(SITES), seed=3)
     sums = add_up(roll, run, hub.EXCHANGES)
     prepared = hub.prepare(sums)
@@ -144,7 +144,7 @@ def test_flipping_one_site_leaves_the_others_words_as_they_were(tmp_path):
             for file in ("mask.key", LIST_FILE):
                 keys.setdefault((name, file), (site / file).read_text())
                 (site / file).write_text(keys[name, file])
-        head = {"kind": "tell", "attempt": 7, "run": "a run", "settings": SAID, "names": list(SITES), "seed": 3}
+        head = {"kind": "tell", "attempt": 7, "run": "a-run", "settings": SAID, "names": list(SITES), "seed": 3}
         head |= {"schema": (folder / "schema.toml").read_text(), "masked": True}
         asked = {name: pack(Letter({**head, "number": k}, [])) for k, name in enumerate(SITES)}
         first[case] = {name: unpack(answer).arrays[0] for name, answer in link.ask(asked, 1)}

@@ -363,7 +363,7 @@ def _draw_validation(
 
 
 def _rank_by_owner(values: np.ndarray, owner: np.ndarray, seed: int, stream: int) -> np.ndarray:
-    """`ranks` drawn by every owner from its own rows alone."""
+    """Ranks that every owner draws for its own rows alone."""
     places = np.empty(len(values), int)
     order = np.argsort(owner, kind="stable")
     for mine in np.split(order, np.flatnonzero(np.diff(owner[order])) + 1):

@@ -205,7 +205,7 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
         told: dict[int, np.ndarray] = {}
         attempt = secrets.randbits(62)
 
-        def ask(who: Iterable[int], told=told) -> dict[int, str]:
+        def ask(who: Iterable[int], told: dict[int, np.ndarray] = told) -> dict[int, str]:
             wrong = {}
             head = {"kind": "tell", "attempt": attempt}
             letters = {k: Letter({**head, **run.header(k)}, sums) for k in who if k not in told}

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -25,7 +26,7 @@ from nestfed.sites.link import Answers, LostSite, serve_letters
 
 LISTENS = 60.0  # seconds for the SuperLink to listen
 LEAST = 60.0  # seconds in which a site may answer, however short the question
-COMMAND = 60.0  # seconds for a command of Flower's
+COMMAND = 120.0  # seconds for a command of Flower's
 START = 60.0  # seconds for a submitted app to begin
 CODE = """from nestfed.sites import flower_job
 
@@ -111,6 +112,18 @@ class FlowerLink:
         own = {"address": address, "root-certificates": str(self._kit / "ca.crt")}
         (home / "config.toml").write_text(tomli_w.dumps({"superlink": {"default": "nestfed", "nestfed": own}}))
 
+    def _register(self, site: str) -> str:
+        """The number of the node with this site's key."""
+        public = self._kit / "sites" / f"{site}.pub"
+        try:
+            return self._call("supernode", "register", public, "nestfed", "--name", site)["node-id"]
+        except (OSError, subprocess.SubprocessError):
+            # A command that took too long may have done its work: then one node is there that we do not know yet.
+            known = {node["node-id"] for node in self._call("supernode", "list", "nestfed")["nodes"]}
+            if len(new := known - set(self._nodes.values())) != 1:
+                raise
+            return new.pop()
+
     def _write_app(self) -> Path:
         app = self._work / "app"
         app.mkdir(exist_ok=True)
@@ -141,8 +154,7 @@ class FlowerLink:
                 return
         for site in self._deployment.sites:
             if site not in self._nodes:
-                public = self._kit / "sites" / f"{site}.pub"
-                self._nodes[site] = self._call("supernode", "register", public, "nestfed", "--name", site)["node-id"]
+                self._nodes[site] = self._register(site)
         if self._run:
             with contextlib.suppress(OSError):  # it has ended
                 self._call("stop", self._run, "nestfed")
@@ -161,7 +173,7 @@ class FlowerLink:
         except OSError:
             return False
 
-    def _call(self, *words: str | Path) -> dict[str, str]:
+    def _call(self, *words: str | Path) -> dict[str, Any]:
         """A command of Flower's, which answers in JSON."""
         environment = {**os.environ, **_make_environment(self._work / "home")}
         command = [_find("flwr"), *words, "--format", "json"]
