@@ -113,8 +113,10 @@ class Roll:
         if not due:
             return
         began = time.monotonic()
-        wrong: dict[int, str] = {}
+        wrong, heard = dict[int, str](), set[int]()
         for k, answer in self.ask({k: Letter({"kind": "hello"}) for k in due}, self.hello):
+            if isinstance(answer, Letter):
+                heard.add(k)
             reason = answer.reason if isinstance(answer, Lost) else _find_difference(answer.header)
             if reason is not None:
                 wrong[k] = reason
@@ -123,6 +125,8 @@ class Roll:
         took = time.monotonic() - began
         for k in due:
             if k in wrong:
+                if k in heard and wrong[k] != self.absent[k].reason:
+                    self.say(f"{self.names[k]} cannot take part: {wrong[k]}")
                 self.absent[k] = dataclasses.replace(
                     self.absent[k], reason=wrong[k], next=time.monotonic() + EASE * took
                 )
