@@ -1,5 +1,6 @@
 """Strictness for all tests: float64, no silent rank promotion, and a compilation cache shared by the workers."""
 
+import ctypes
 import gc
 import os
 import sys
@@ -17,7 +18,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # programs need not say which lines made them
 # In the environment, so that the commands that tests start share the cache too.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import hypothesis  # noqa: E402, F401
 import jax  # noqa: E402
@@ -32,11 +33,14 @@ gc.set_threshold(50_000, 20, 100)  # tracing makes many small objects, and few o
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded_memory():
-    """Compiled programs pile up over hundreds of tests, to 10 GB and more: dropped where a worker holds too many."""
+    """Compiled programs pile up over hundreds of tests, to 10 GB and more: dropped where the workers, one per core,
+    would soon fill half of the memory."""
     yield
     pages = Path("/proc/self/statm")  # Linux only
-    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2e9:
+    if pages.exists() and int(pages.read_text().split()[1]) > os.sysconf("SC_PHYS_PAGES") / (2 * (os.cpu_count() or 1)):
         jax.clear_caches()
+        # Given back, or this worker would seem full for good and every module would compile the same again.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)  # glibc only
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -98,6 +102,11 @@ def call(monkeypatch, capsys, tmp_path):
         return code, out, err
 
     return call
+
+
+def pytest_collection_modifyitems(items):
+    """The longest first: no worker waits for another's at the end."""
+    items.sort(key=lambda item: "slow" not in item.keywords)
 
 
 def pytest_make_parametrize_id(config, val, argname):

@@ -4,6 +4,7 @@ As a program, `spread.py FOLDER CASE...` runs cases on all devices of its proces
 NESTFED_TEST_JOIN=host:port,number,own names, and the first process leaves what it has in FOLDER.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -159,8 +160,11 @@ def quadratics() -> tuple[Any, Task]:
 
 def find(folder: Path, name: str) -> Found:
     """What a case leaves; those that are no thorough ones are algorithms."""
-    if name.startswith("round "):
-        return resumed(folder, int(name.removeprefix("round ")))
+    return resumed(folder, int(name.removeprefix("round "))) if name.startswith("round ") else find_from_start(name)
+
+
+@functools.cache  # several tests compare with it
+def find_from_start(name: str) -> Found:
     return THOROUGH[name]() if name in THOROUGH else few_rounds(name)
 
 

@@ -1,5 +1,6 @@
 """One run in several processes: how they are started and watched, and what ends them all."""
 
+import functools
 import os
 import random
 import shlex
@@ -132,6 +133,20 @@ def commands_of_page(start: str) -> list[list[str]]:
     return [shlex.split(line)[shlex.split(line).index("nestfed") + 1 :] for line in lines]
 
 
+@pytest.fixture(scope="module")
+def run_alone(tmp_path_factory):
+    """The folder that one process leaves, made once for all that are compared with it."""
+
+    @functools.cache
+    def run(tuned: str) -> Path:
+        folder = tmp_path_factory.mktemp("runs") / "alone"
+        words = ("run", "robust", "--clients", "12", *SMALL, tuned, "--quiet", "--out", str(folder))
+        assert nestfed(*words).communicate(timeout=500)[0] == f"{folder / 'report.html'}\n"
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -141,7 +156,7 @@ def commands_of_page(start: str) -> list[list[str]]:
         pytest.param("mpirun", marks=pytest.mark.slow),
     ],
 )
-def test_commands_of_the_page_leave_the_files_of_one_process(tmp_path, how):
+def test_commands_of_the_page_leave_the_files_of_one_process(tmp_path, how, run_alone):
     if how == "here":
         commands = [line for line in commands_of_page("nestfed") if line[-2:] == ["--processes", "2"]]
         environments = [{}]
@@ -155,17 +170,16 @@ def test_commands_of_the_page_leave_the_files_of_one_process(tmp_path, how):
         commands, environments = commands_of_page(how) * 2, [of(job, own) for own in range(2)]
     assert len(commands) == len(environments)
     tuned = "--tune" if how == "mpirun" else "--no-tune"
-    to = lambda folder: (*SMALL, tuned, "--quiet", "--out", str(tmp_path / folder))
-    together = [nestfed(*words, *to("several"), **e) for words, e in zip(commands, environments, strict=True)]
-    alone = nestfed("run", "robust", "--clients", "12", *to("alone"))
-    told = [run.communicate(timeout=500) for run in (*together, alone)]
-    pages = sorted(f"{tmp_path / folder / 'report.html'}\n" for folder in ("several", "alone"))
-    assert sorted(out for out, _ in told if out) == pages, told
-    one, several = (Record.load(tmp_path / folder) for folder in ("alone", "several"))
-    numbers = lambda record: record.history.select_dtypes("number")
-    pd.testing.assert_frame_equal(numbers(one), numbers(several), rtol=1e-4)
-    files = lambda folder: sorted(str(p.relative_to(tmp_path / folder)) for p in (tmp_path / folder).rglob("*"))
-    assert files("alone") == files("several")
+    several = tmp_path / "several"
+    to = (*SMALL, tuned, "--quiet", "--out", str(several))
+    together = [nestfed(*words, *to, **e) for words, e in zip(commands, environments, strict=True)]
+    told = [run.communicate(timeout=500) for run in together]
+    assert [out for out, _ in told if out] == [f"{several / 'report.html'}\n"], told
+    alone = run_alone(tuned)
+    numbers = lambda folder: Record.load(folder).history.select_dtypes("number")
+    pd.testing.assert_frame_equal(numbers(alone), numbers(several), rtol=1e-4)
+    files = lambda folder: sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    assert files(alone) == files(several)
 
 
 def test_a_differing_setting_is_refused_with_one_line(tmp_path):

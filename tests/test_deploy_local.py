@@ -91,7 +91,7 @@ def start_command(table, out, *more):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "JAX_ENABLE_X64": "1"},
     )
 
 

@@ -165,7 +165,7 @@ def serve(nodes, server, rounds, heard=None):
     return position
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "feddro", "fedbioacc", "fednest"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fednest"])
 def test_masked_runs_are_those_of_a_simulation(name):
     case = CASES[name]
     algorithm, task = case.algorithm(name), TASKS[case.task](RAGGED)

@@ -389,8 +389,11 @@ def test_sites_of_another_precision_version_or_settings_are_named_before_the_sta
         coordinator(federation, "fedavg", link=link, times=SOON).train(progress=False)
     central = coordinator(federation, "fedavg", settings={"lr": 0.3}, times=SOON)
     central.run = dataclasses.replace(central.run, settings={})  # the sites hear of other settings
+    central.roll.say = (said := []).append
     with pytest.raises(Unanswered, match="its algorithm and its settings is"):
         central.train(progress=False)
+    # A person hears of it before the waiting ends, and once of each site.
+    assert sorted(line.split(":")[0] for line in said) == [f"{name} cannot take part" for name in NAMES]
 
 
 def open_elsewhere(federation):

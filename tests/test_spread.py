@@ -43,19 +43,21 @@ def check(folder: Path, running: list[subprocess.Popen[bytes]], *names: str) -> 
     assert not gaps
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_every_algorithm_has_the_numbers_of_one_device_on_two(tmp_path, part):
-    names = list(CASES)[part::3]
+def test_two_devices_have_the_numbers_of_one(tmp_path):
+    names = ["scaffold", "fedmbo", "fedpac"]  # a mean and Local fields, a gather, both; all the others in two processes
     check(tmp_path, [launch(tmp_path, *names, XLA_FLAGS=f"{DEVICES}2")], *names)
 
 
-def test_processes_have_the_numbers_of_one_and_go_on_with_each_others_checkpoints(tmp_path):
+def test_processes_go_on_with_each_others_checkpoints(tmp_path):
     find(tmp_path, "round 1")  # in this process alone
-    some = ["everything, side by side", "everything, in turn", "gathers, in turn", "round 2"]
-    check(tmp_path, launch_processes(tmp_path, 2, *some), *some)
-    others = ["poisson and a trusted server", "round 3"]
-    check(tmp_path, launch_processes(tmp_path, 3, *others), *others)
+    for number in (2, 3):
+        check(tmp_path, launch_processes(tmp_path, number, f"round {number}"), f"round {number}")
     assert not find_gaps("round 4", find(tmp_path, "round 4"), find(tmp_path / "alone", "round 4"))
+
+
+@pytest.mark.slow
+def test_every_algorithm_has_the_numbers_of_one_process_in_two(tmp_path):
+    check(tmp_path, launch_processes(tmp_path, 2, *CASES), *CASES)
 
 
 @pytest.mark.slow
@@ -64,7 +66,5 @@ def test_whatever_a_run_has_is_the_same_on_three_devices(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("names", [[*CASES], [*THOROUGH]], ids=["every algorithm", "whatever a run has"])
-def test_several_processes_have_the_numbers_of_one(tmp_path, number, names):
-    check(tmp_path, launch_processes(tmp_path, number, *names), *names)
+def test_whatever_a_run_has_is_the_same_in_three_processes(tmp_path):
+    check(tmp_path, launch_processes(tmp_path, 3, *THOROUGH), *THOROUGH)

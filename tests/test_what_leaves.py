@@ -49,13 +49,13 @@ def federate(folder, *, masked):
     for own in folders.values():
         if masked:
             (own / LIST_FILE).write_text("".join(f'{name} = "{key}"\n' for name, key in keys.items()))
-    return Direct({name: make_worker(own, folder / f"{name}.csv") for name, own in folders.items()})
+    return Direct({name: make_worker(own, folder / f"{name}.csv", own / "store") for name, own in folders.items()})
 
 
 def run_between(folder, link, said, method, *, masked, rounds=ROUNDS):
     """The first stage of a method, and where the coordinator ended."""
     roll = Roll(link, SITES, patience=0.0)
-    run = Run("a run", said, (folder / "schema.toml").read_text(), 3, SITES, masked)
+    run = Run("a-run", said, (folder / "schema.toml").read_text(), 3, SITES, masked)
     hub = ServerSetup(said, folder / "schema.toml", sites=len(SITES), seed=3)
     sums = add_up(roll, run, hub.EXCHANGES)
     prepared = hub.prepare(sums)
@@ -144,7 +144,7 @@ def test_flipping_one_site_leaves_the_others_words_as_they_were(tmp_path):
             for file in ("mask.key", LIST_FILE):
                 keys.setdefault((name, file), (site / file).read_text())
                 (site / file).write_text(keys[name, file])
-        head = {"kind": "tell", "attempt": 7, "run": "a run", "settings": SAID, "names": list(SITES), "seed": 3}
+        head = {"kind": "tell", "attempt": 7, "run": "a-run", "settings": SAID, "names": list(SITES), "seed": 3}
         head |= {"schema": (folder / "schema.toml").read_text(), "masked": True}
         asked = {name: pack(Letter({**head, "number": k}, [])) for k, name in enumerate(SITES)}
         first[case] = {name: unpack(answer).arrays[0] for name, answer in link.ask(asked, 1)}
@@ -187,3 +187,17 @@ def test_metrics_that_would_gather_rows_are_means_instead(task, method, tmp_path
     for name in ("train_loss", "test_accuracy"):
         assert np.isfinite(result.history[name]).all()
     assert 0 <= result.final["test_accuracy"] <= 1
+
+
+def test_a_site_that_has_nothing_to_rank_takes_no_part(tmp_path):
+    """It has no positive row, so it weighs nothing, and what it would compute is not asked for."""
+    cut(named_people(), tmp_path)
+    said = {"task": "auprc", "batch_size": 4, "warm_start": False}
+    result = run_between(tmp_path, federate(tmp_path, masked=False), said, "fcsg-m", masked=False)
+    simulated = simulate_pooled(tmp_path, said, "fcsg-m")
+    np.testing.assert_allclose(result.position.server.x, simulated.server.x, rtol=1e-9, atol=1e-11)
+    masked = tmp_path / "masked"
+    masked.mkdir()
+    cut(named_people(), masked)
+    with pytest.raises(UserError, match="2 of the sites weigh something in fcsg-m, .* takes 3"):
+        run_between(masked, federate(masked, masked=True), said, "fcsg-m", masked=True)

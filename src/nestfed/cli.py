@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import click
 import typer
@@ -41,6 +41,9 @@ from nestfed.workbench.task_options import (
     find_task,
     refuse,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 OUTPUT = "Output"
 PANELS = (TASK, DATA, TRAINING, PRIVACY, OUTPUT)  # in the order of help
@@ -609,7 +612,7 @@ def _finish(train: Callable[[], Any], *, json_: bool, quiet: bool) -> None:
     raise typer.Exit(EXIT_CODES[study.status])
 
 
-def _show(study: Any, *, json_: bool, quiet: bool) -> None:
+def _show(study: "workbench.Study", *, json_: bool, quiet: bool) -> None:
     from nestfed.report import statistics, tables
 
     if json_:
@@ -641,7 +644,7 @@ def _make_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
-def _make_table(frame: Any, title: str | None = None) -> Table:
+def _make_table(frame: "pd.DataFrame", title: str | None = None) -> Table:
     shown = Table(title=title, title_justify="left")
     for column in frame.columns:
         numeric = frame[column].dtype.kind in "biufc"
@@ -653,7 +656,7 @@ def _make_table(frame: Any, title: str | None = None) -> Table:
     return shown
 
 
-def _list_records(frame: Any) -> list[dict[str, Any]]:
+def _list_records(frame: "pd.DataFrame") -> list[dict[str, Any]]:
     return json.loads(str(frame.to_json(orient="records")))  # NaN becomes null
 
 

@@ -97,7 +97,7 @@ def _pick_larger(first: Array, second: Array) -> Array:
 
 
 @_pick_larger.defjvp
-def _pick_larger_jvp(primals, tangents):
+def _pick_larger_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     """Among equals the first counts, as elsewhere in the field; JAX's own rule halves, which takes longer."""
     (first, second), (its_change, other_change) = primals, tangents
     chosen = first >= second

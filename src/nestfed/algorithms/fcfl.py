@@ -122,7 +122,7 @@ class FCFL(Algorithm):
         return direction, jnp.where(0.1 * norms <= server.widths, narrower, server.widths)
 
 
-def find_disparity_share(loss_gradient, disparity_gradient, excess):
+def find_disparity_share(loss_gradient: Array, disparity_gradient: Array, excess: Array) -> Array:
     """Return a_2 of stage 1, a_1 being 1 - a_2; as the objective is linear, an end of the feasible interval is best."""
     ll, ld, dd = (
         loss_gradient @ loss_gradient,
@@ -133,7 +133,7 @@ def find_disparity_share(loss_gradient, disparity_gradient, excess):
     return jnp.where(excess, jnp.where(dd >= ld, largest, 0), jnp.where(ll >= ld, 0, 1)).astype(ll.dtype)
 
 
-def find_pareto_weights(gradients, target, present):
+def find_pareto_weights(gradients: Array, target: Array, present: Array) -> Array:
     """Return the a on the simplex that maximises <a @ gradients, target>  s.t.  <a @ gradients, each gradient> >= 0.
 
     Rows of `gradients` that are not present get weight zero and impose no condition.

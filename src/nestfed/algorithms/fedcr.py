@@ -25,16 +25,17 @@ Departures
   * A sum over clients is not a mean, so it is a gather with one answer for all, and a round has two exchanges.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from nestfed.algorithms.personal_method import PersonalMethod, count_classes
-from nestfed.core.algorithm import Local, Sample, Shared
+from nestfed.core.algorithm import Cohort, Local, Sample, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.types import Array, PyTree
 from nestfed.problems import GaussianEncoder
 
 SMALLEST_DEVIATION = 1e-4
@@ -89,7 +90,9 @@ class FedCR(PersonalMethod):
         )
 
 
-def sum_class_experts(problem, s, batch, weights, key):
+def sum_class_experts(
+    problem: GaussianEncoder, s: Any, batch: PyTree, weights: Array | None, key: Array
+) -> tuple[Array, Array]:
     """Return (sum of precisions, sum of means times precisions) [C, d_z] over the rows that count, by class."""
     mean, deviation = problem.gaussians(problem.representations(s.u, Sample(batch, key)))
     members = jax.nn.one_hot(batch[1], len(s.mean), axis=0, dtype=mean.dtype)
@@ -99,30 +102,30 @@ def sum_class_experts(problem, s, batch, weights, key):
     return members @ precision, members @ (precision * mean)
 
 
-def widen(precision, weighted):
+def widen(precision: Array, weighted: Array) -> tuple[Array, Array]:
     """Return the same Gaussians with deviations of at least SMALLEST_DEVIATION."""
     factor = jnp.minimum(1, SMALLEST_DEVIATION**-2 / jnp.where(precision > 0, precision, 1))
     return precision * factor, weighted * factor
 
 
-def add_up(values, cohort, slot, key):
+def add_up(values: PyTree, cohort: Cohort, slot: Array, key: Array) -> PyTree:
     """Return the sum over those who take part."""
     add = lambda a: jnp.sum(jnp.where(cohort.present.reshape((-1,) + (1,) * (a.ndim - 1)), a, 0), 0)
     return jax.tree.map(add, values)
 
 
-def compute_divergence(mean, deviation, other_mean, other_deviation):
+def compute_divergence(mean: Array, deviation: Array, other_mean: Array, other_deviation: Array) -> Array:
     """Return KL(N(mean, deviation^2) || N(other)) of each row, summed over entries."""
     ratio = (deviation / other_deviation) ** 2
     return 0.5 * jnp.sum(ratio + ((mean - other_mean) / other_deviation) ** 2 - 1 - jnp.log(ratio), axis=-1)
 
 
-def compare_encoder_to_class(mean, deviation, beta, features, labels):
+def compare_encoder_to_class(mean: Array, deviation: Array, beta: Array, features: Array, labels: Array) -> Array:
     ours = GaussianEncoder.gaussians(features)
     return beta * jnp.mean(compute_divergence(*ours, mean[labels], deviation[labels]))
 
 
-def compare_class_to_encoder(mean, deviation, beta, features, labels):
+def compare_class_to_encoder(mean: Array, deviation: Array, beta: Array, features: Array, labels: Array) -> Array:
     ours = GaussianEncoder.gaussians(features)
     return beta * jnp.mean(compute_divergence(mean[labels], deviation[labels], *ours))
 

@@ -27,8 +27,10 @@ import jax.numpy as jnp
 from jax.random import fold_in, randint, uniform
 
 from nestfed.algorithms.fednest import FedNest
+from nestfed.core.algorithm import Cohort, Fed
 from nestfed.core.schedules import at
 from nestfed.core.settings import struct
+from nestfed.core.types import Array
 
 
 @struct
@@ -58,11 +60,11 @@ class FedMBO(FedNest):
         return s._replace(p=deal(jnp.where(n <= s.last, product, s.p), fed))
 
 
-def deal(vector, fed):
+def deal(vector: Array, fed: Fed) -> Array:
     """Hand vectors on among the clients taking part: each gets that of a random one, in proportion to the weights. Who
     gets whose depends on their ids alone."""
 
-    def reply(values, cohort, slot, key):
+    def reply(values: Array, cohort: Cohort, slot: Array, key: Array) -> Array:
         number = cohort.present.sum()
         lots = jax.vmap(lambda i: uniform(fold_in(key, i)))(cohort.ids)
         by_id = jnp.argsort(jnp.where(cohort.present, cohort.ids, jnp.iinfo(cohort.ids.dtype).max))

@@ -30,6 +30,7 @@ from optax.projections import projection_simplex
 from nestfed.core.algorithm import Algorithm, Server, Shared
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.types import Array, ArrayLike
 
 
 @struct
@@ -70,12 +71,12 @@ class FedMinMax(Algorithm):
         return s._replace(x=problem.feasible_x(x), alpha=divide(mu, s.rho), mu=mu)
 
 
-def divide(numerator, rho):
+def divide(numerator: Array, rho: Array) -> Array:
     """Return numerator / rho, and zero for groups without a row."""
     return jnp.where(rho > 0, numerator / jnp.where(rho > 0, rho, 1), 0)
 
 
-def find_nearest_weights(point, known, floor):
+def find_nearest_weights(point: Array, known: Array, floor: ArrayLike) -> Array:
     """Return the nearest point of the simplex whose known entries are at least `floor` and whose others are zero."""
     number = known.sum().astype(point.dtype)
     floor = jnp.minimum(floor, 0.999 / number).astype(point.dtype)  # so that the projection has something to divide

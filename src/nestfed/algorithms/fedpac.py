@@ -29,7 +29,7 @@ Departures
   * The program for the heads sees every client's statistics, so it is a gather. Momentum and weight decay are left out.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class Upload(NamedTuple):
     variance: Array
 
 
-def weigh_by_class(labels, classes, weights, dtype):
+def weigh_by_class(labels: Array, classes: int, weights: Array, dtype: Any) -> Array:
     """Return [C, rows]: the weight of every row at its class."""
     members = jax.nn.one_hot(labels, classes, axis=0, dtype=dtype)
     return members / labels.size if weights is None else members * weights.astype(dtype)[None]
@@ -153,6 +153,6 @@ class FedPAC(HeadThenBody):
         return jnp.where(jnp.isfinite(form).all() & (total > 0), weights / jnp.where(total > 0, total, 1), alone)
 
 
-def measure_pull(prototypes, strength, z, labels):
+def measure_pull(prototypes: Array, strength: Array, z: Array, labels: Array) -> Array:
     """Return strength times the mean squared gap to the prototypes of the rows' classes."""
     return strength * jnp.mean((z - prototypes[labels]) ** 2)

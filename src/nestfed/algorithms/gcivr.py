@@ -23,17 +23,20 @@ Departures
     many batches.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nestfed.core.algorithm import Algorithm, Scratch, Shared
+from nestfed.core.algorithm import Algorithm, Sample, Scratch, Shared
 from nestfed.core.jax_internals import depends_on
 from nestfed.core.scaled import is_scaled
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.types import Array, PyTree
+from nestfed.problems import Compositional
 
 
 @struct
@@ -92,21 +95,21 @@ class GCIVR(Algorithm):
         return self.State(x, s.x, y, jacobian, w)
 
 
-def estimate(problem, x, sample):
+def estimate(problem: Compositional, x: Array, sample: Sample) -> tuple[Any, Any, Array | None]:
     """Return (inner value, its Jacobian, gradient of `extra` or None) on one batch."""
     return *problem.inner_jacobian(x, sample), problem.grad_extra(x, sample) if problem.has_extra else None
 
 
-def apply_to_each(function, *trees):
+def apply_to_each(function: Callable[..., Any], *trees: PyTree) -> PyTree:
     """Apply a function to the numbers of trees; Scaled ones know their own arithmetic."""
     return jax.tree.map(function, *trees, is_leaf=is_scaled)
 
 
-def add_trees(one, other):
+def add_trees(one: PyTree, other: PyTree) -> PyTree:
     return apply_to_each(lambda a, b: a + b, one, other)
 
 
-def pull_back(jacobian, slope):
+def pull_back(jacobian: Any, slope: Any) -> Array:
     """Return Jacobian^T slope; of Scaled numbers only the sum of the exponents is exponentiated."""
     if not is_scaled(slope):
         return jnp.dot(slope, jacobian, precision="highest")

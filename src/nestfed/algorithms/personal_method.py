@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from nestfed.algorithms.clipping import clip_together
-from nestfed.core.algorithm import Algorithm, Phase
+from nestfed.core.algorithm import Algorithm, Phase, Sample
 from nestfed.core.schedules import at
 from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.types import Array
+from nestfed.problems import Personalised
 
 
-def count_classes(problem, u, v, sample) -> int:
+def count_classes(problem: Personalised, u: Array, v: Array, sample: Sample) -> int:
     """Return the number of classes, from the shape of the outputs."""
     inputs, labels = sample.batch
     outputs = jax.eval_shape(lambda: problem.outputs(u, v, inputs, sample.key))

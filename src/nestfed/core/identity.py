@@ -259,15 +259,18 @@ class _Reader:
 
 _REACHING_ANYTHING = {"eval", "exec", "globals", "__import__"}
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_NOT_CONTENT = {
-    "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl",
-    "__qualname__", "__firstlineno__", "__static_attributes__", "__orig_bases__", "__parameters__", "__slots__",
-    "__slotnames__",
-}  # fmt: skip
-_MADE_OF_DATACLASSES = {
-    "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__init__", "__repr__", "__eq__", "__hash__",
-    "__setattr__", "__delattr__", "__replace__", "__getstate__", "__setstate__",
-}  # fmt: skip
+_NOT_CONTENT: set[str] = set(
+    """
+    __module__ __doc__ __dict__ __weakref__ __annotations__ __abstractmethods__ _abc_impl __qualname__
+    __firstlineno__ __static_attributes__ __orig_bases__ __parameters__ __slots__ __slotnames__
+    """.split()
+)
+_MADE_OF_DATACLASSES: set[str] = set(
+    """
+    __dataclass_fields__ __dataclass_params__ __match_args__ __init__ __repr__ __eq__ __hash__ __setattr__
+    __delattr__ __replace__ __getstate__ __setstate__
+    """.split()
+)
 _MADE_OF_TUPLES = set(vars(collections.namedtuple("_MADE_OF_TUPLES", ()))) - {"_field_defaults"}
 
 

@@ -29,15 +29,15 @@ class Scaled:
     def __init__(self, shift: Array, value: Array):
         self.shift, self.value = shift, value
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Array], ...], None]:
         key = jax.tree_util.GetAttrKey
         return ((key("shift"), self.shift), (key("value"), self.value)), None
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[tuple[Array, Array], None]:
         return (self.shift, self.value), None
 
     @classmethod
-    def tree_unflatten(cls, _, children):
+    def tree_unflatten(cls, _: None, children: tuple[Array, Array]) -> "Scaled":
         return cls(*children)
 
     @classmethod

@@ -211,7 +211,7 @@ class Spread:
         numbers = numbers[~np.isnan(numbers)]
         away = numbers - totals.mean
         if cells == 0:
-            return cls(Sums.of(away**2), np.zeros(0), Sums.of(np.zeros(0), sums=0))
+            return cls(Sums.of(away**2), np.zeros(0), Sums.each(np.zeros(0)))
         reach = (totals.most - totals.least) or 1.0
         place = np.arcsinh(FINEST * away / reach) / np.arcsinh(FINEST)  # from -1 to 1, within the range
         cell = np.clip((place + 1) / 2 * cells, 0, cells - 1).astype(int)

@@ -187,7 +187,7 @@ def _make_shard_shares(values: np.ndarray, clients: int, per_client: int) -> Rul
         )
     shard = np.arange(len(values)) * number // len(values)  # of the rows sorted by value
 
-    def shares(random):
+    def shares(random: np.random.Generator) -> Shares:
         owner = random.permutation(np.arange(number) % clients)
         counts = np.zeros((values.max() + 1, clients))
         np.add.at(counts, (np.sort(values), owner[shard]), 1)
@@ -205,7 +205,7 @@ def _make_class_shares(values: np.ndarray, clients: int, per_client: int) -> Rul
             f"choose between {max(1, -(-number // clients))} and {number} labels per client, or other clients."
         )
 
-    def shares(random):
+    def shares(random: np.random.Generator) -> Shares:
         # Consecutive places of a cyclic order are different labels, and all labels are held equally often within one.
         order = random.permutation(number)
         held = np.zeros((number, clients))
@@ -269,7 +269,9 @@ def _deal_by_rule(
     )
 
 
-def deal(values: np.ndarray, shares: Shares, random: np.random.Generator, strata: np.ndarray | None = None):
+def deal(
+    values: np.ndarray, shares: Shares, random: np.random.Generator, strata: np.ndarray | None = None
+) -> np.ndarray:
     """Each row's client: the shuffled rows of every value (and stratum) cut at the rounded cumulative shares."""
     client = np.empty(len(values), np.int32)
     strata = np.zeros(len(values), int) if strata is None else np.asarray(strata, int)
@@ -361,7 +363,7 @@ def _draw_validation(
 
 
 def _rank_by_owner(values: np.ndarray, owner: np.ndarray, seed: int, stream: int) -> np.ndarray:
-    """`ranks` drawn by every owner from its own rows alone."""
+    """Ranks that every owner draws for its own rows alone."""
     places = np.empty(len(values), int)
     order = np.argsort(owner, kind="stable")
     for mine in np.split(order, np.flatnonzero(np.diff(owner[order])) + 1):

@@ -56,14 +56,17 @@ class Source(Official):
 
 def read_adult(*parts: bytes) -> pd.DataFrame:
     """One or both of adult.data and adult.test; labels of the latter end with a full stop."""
-    read = lambda content: pd.read_csv(
-        io.BytesIO(content),
-        header=None,
-        names=ADULT_COLUMNS,
-        skipinitialspace=True,
-        comment="|",  # the first line of adult.test
-        keep_default_na=False,
-    )
+
+    def read(content: bytes) -> pd.DataFrame:
+        return pd.read_csv(
+            io.BytesIO(content),
+            header=None,
+            names=ADULT_COLUMNS,
+            skipinitialspace=True,
+            comment="|",  # the first line of adult.test
+            keep_default_na=False,
+        )
+
     frames = [read(part) for part in parts]
     for frame in frames:
         frame["income"] = frame["income"].str.removesuffix(".")

@@ -27,17 +27,20 @@ class Sums:
 
     @classmethod
     def of(cls, numbers: np.ndarray, place: np.ndarray | None = None, sums: int = 1) -> Self:
-        """The sum of all, or of those at every place from 0 to `sums` - 1."""
+        """The sum of all; with places from 0 to `sums` - 1, that of each of them."""
         numbers = np.asarray(numbers, np.float64)
         size = np.abs(numbers)
         if not np.all(size < LARGEST):  # NaN too
             raise UserError(f"a value of size {size.max():.3g} is too large to be summed; give it in other units.")
-        place = np.zeros(numbers.size, int) if place is None else place
         words, rest = np.zeros((sums, WORDS), np.int64), np.ldexp(size, -FINEST - BITS * (WORDS - 1))
         sign = np.sign(numbers).astype(np.int64)
         for i in reversed(range(WORDS)):  # every step is exact: floats lose nothing by these
             whole = np.floor(rest)
-            np.add.at(words[:, i], place, sign * whole.astype(np.int64))
+            signed = sign * whole.astype(np.int64)
+            if place is None:
+                words[0, i] = signed.sum()
+            else:
+                np.add.at(words[:, i], place, signed)
             rest = np.ldexp(rest - whole, BITS)
         return cls(_carry(words))
 

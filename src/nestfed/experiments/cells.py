@@ -103,12 +103,11 @@ class Cell(NamedTuple):
         """One row per seed and evaluation, as the figures of reports take it."""
         rounds = self.round.astype(int)
         sent = (self.cost["bytes_up"] + self.cost["bytes_down"]) * rounds
-        frame = lambda i: pd.DataFrame(
-            {"method": name, "seed": self.seeds[i], "stage": "training", "round": rounds, "step": rounds * local_steps}
-            | {"bytes": sent, "oracle_calls": sum(self.cost["oracles"].values()) * rounds}
-            | {metric: values[setting, i] for metric, values in self.metrics.items()}
-        )
-        return pd.concat([frame(i) for i in range(len(self.seeds))], ignore_index=True)
+        common = {"method": name, "stage": "training", "round": rounds, "step": rounds * local_steps, "bytes": sent}
+        common["oracle_calls"] = sum(self.cost["oracles"].values()) * rounds
+        own = lambda i: {metric: values[setting, i] for metric, values in self.metrics.items()}
+        frames = [pd.DataFrame(common | {"seed": seed} | own(i)) for i, seed in enumerate(self.seeds)]
+        return pd.concat(frames, ignore_index=True)
 
     def best(self, metric: str, *, smallest: bool = False, at: int = -1, among: Collection[int] | None = None) -> int:
         """The setting with the largest (or smallest) mean over seeds at an evaluation, the last one if nothing is said,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from nestfed.core.settings import UserError, setting, struct
+from nestfed.core.types import PyTree
 from nestfed.problems import Bilevel, Compositional, Conditional, Minimax, SingleLevel
 
 
@@ -18,7 +19,7 @@ class Adapter:
     problem: Any
     forwards: ClassVar[dict[str, str]] = {"project_x": "project_x"}
 
-    def project_x(self, x):
+    def project_x(self, x: PyTree) -> PyTree:
         return self.problem.project_x(x)
 
     def defines(self, method: str) -> bool:

@@ -22,10 +22,11 @@ from nestfed.problems import Bilevel
 
 Points = Sequence[tuple[Array, Array]]
 Draw = Callable[[Any], Sample]
+Solver = Callable[[list[Array]], list[Array]]
 
 
 def _estimate_hypergradients(
-    problem: Bilevel, points: Points, upper: Sample, mixed: Sample, inverse_vector
+    problem: Bilevel, points: Points, upper: Sample, mixed: Sample, inverse_vector: Solver
 ) -> list[Array]:
     """Return df/dx - (d2g/dxdy) z at each point, where inverse_vector(df/dy of all the points) gives the z."""
     gradients = [problem.grad_upper(x, y, upper) for x, y in points]
@@ -80,7 +81,7 @@ class ConjugateGradient(Hypergradient):
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, hessian = _draw_batches(draw, self.share_batch)
 
-        def solve(vs):
+        def solve(vs: list[Array]) -> list[Array]:
             return [
                 solve_by_conjugate_gradient(lambda p: problem.hessian_vector(x, y, hessian, p), v, self.steps)
                 for (x, y), v in zip(points, vs, strict=True)
@@ -92,7 +93,7 @@ class ConjugateGradient(Hypergradient):
 def solve_by_conjugate_gradient(product: Callable[[Array], Array], b: Array, steps: int) -> Array:
     """Solve product(z) = b from z = 0 in a fixed number of steps, whose cost is static, unlike that of a tolerance."""
 
-    def step(_, carry):
+    def step(_: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         z, r, p, rr = carry
         hp = product(p)
         curvature = jnp.vdot(p, hp)
@@ -124,8 +125,8 @@ class Neumann(Hypergradient):
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, _ = _draw_batches(draw, self.share_batch)
 
-        def series(vs):
-            def factor(j, carry):
+        def series(vs: list[Array]) -> list[Array]:
+            def factor(j: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
                 remainders, sums = carry
                 sample = upper if self.share_batch else draw(2 + self.terms - j)  # B_Q first, B_1 last
                 remainders = [
@@ -160,8 +161,8 @@ class RandomTruncation(Hypergradient):
         upper, mixed, _ = _draw_batches(draw, False)
         last = randint(fold_in(upper.key, _LENGTH_KEY), (), 0, self.terms)
 
-        def chain(vs):
-            def factor(n, vectors):
+        def chain(vs: list[Array]) -> list[Array]:
+            def factor(n: Array, vectors: list[Array]) -> list[Array]:
                 sample = draw(2 + n)
                 return [
                     jnp.where(n <= last, v - self.lr * problem.hessian_vector(x, y, sample, v), v)
@@ -187,8 +188,8 @@ class LinearSystem(Hypergradient):
     def __call__(self, problem: Bilevel, points: Points, draw: Draw) -> list[Array]:
         upper, mixed, _ = _draw_batches(draw, False)
 
-        def solve(vs):
-            def step(j, zs):
+        def solve(vs: list[Array]) -> list[Array]:
+            def step(j: Array, zs: list[Array]) -> list[Array]:
                 sample = draw(3 + j)
                 return [
                     z - self.lr * (problem.hessian_vector(x, y, sample, z) - v)

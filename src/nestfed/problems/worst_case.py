@@ -48,7 +48,7 @@ def chi_square_ball(losses: Array, radius: ArrayLike, weights: Array | None = No
     batch = _make_batch(losses, weights)
     excess = lambda level: jnp.maximum(batch.losses - level, 0)
 
-    def room(level):
+    def room(level: Array) -> Array:
         """Return how much of the radius is left; it falls with the level, down to what the top rows alone leave."""
         first, second = batch.nominal @ excess(level), batch.nominal @ excess(level) ** 2
         return jnp.asarray(radius - 0.5 * (second / first**2 - 1))
@@ -127,7 +127,7 @@ def _respond(batch: Batch, raw: Array) -> Array:
 def _find_root(function: Callable[[Array], Array], low: Array, high: Array) -> Array:
     """Find from below where a falling function, not negative at `low` and not positive at `high`, is zero."""
 
-    def halve(_, ends):
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = low + 0.5 * (high - low)
         positive = function(middle) > 0

@@ -27,10 +27,11 @@ from nestfed.report.style import GROUP_COLOURS, format_duration, format_numbers,
 POINTS = 400  # of a line, at most
 NUMBERS = 60_000  # of all lines, at most: a page stays below a megabyte
 MANY_CLIENTS = 30  # more are drawn as one picture instead of a bar each
-SHOWN_ELSEWHERE = {
-    "title", "command", "methods", "baseline", "metrics", "notes", "versions", "format", "chart", "gains", "references",
-    "tuned",
-}  # fmt: skip
+SHOWN_ELSEWHERE = set(
+    """
+    title command methods baseline metrics notes versions format chart gains references tuned
+    """.split()
+)
 TITLES = {"name": "run", "seconds": "wall time", "started": "started"}
 
 

@@ -113,8 +113,10 @@ class Roll:
         if not due:
             return
         began = time.monotonic()
-        wrong: dict[int, str] = {}
+        wrong, heard = dict[int, str](), set[int]()
         for k, answer in self.ask({k: Letter({"kind": "hello"}) for k in due}, self.hello):
+            if isinstance(answer, Letter):
+                heard.add(k)
             reason = answer.reason if isinstance(answer, Lost) else _find_difference(answer.header)
             if reason is not None:
                 wrong[k] = reason
@@ -123,6 +125,8 @@ class Roll:
         took = time.monotonic() - began
         for k in due:
             if k in wrong:
+                if k in heard and wrong[k] != self.absent[k].reason:
+                    self.say(f"{self.names[k]} cannot take part: {wrong[k]}")
                 self.absent[k] = dataclasses.replace(
                     self.absent[k], reason=wrong[k], next=time.monotonic() + EASE * took
                 )
@@ -201,7 +205,7 @@ def add_up(roll: Roll, run: Run, exchanges: int) -> list[np.ndarray]:
         told: dict[int, np.ndarray] = {}
         attempt = secrets.randbits(62)
 
-        def ask(who: Iterable[int], told=told) -> dict[int, str]:
+        def ask(who: Iterable[int], told: dict[int, np.ndarray] = told) -> dict[int, str]:
             wrong = {}
             head = {"kind": "tell", "attempt": attempt}
             letters = {k: Letter({**head, **run.header(k)}, sums) for k in who if k not in told}
@@ -278,16 +282,22 @@ class Coordinator:
         self.chances = find_chances(task.weights, self.plan.cohort)
         self.party = describe_party(algorithm, task)
         ids, weights = np.asarray(task.data.ids).tolist(), np.asarray(task.weights).tolist()
-        self.weights: dict[int, float] = dict(zip(ids, weights, strict=True))
+        # A site that weighs nothing takes part in nothing.
+        self.weights: dict[int, float] = {k: weight for k, weight in zip(ids, weights, strict=True) if weight > 0}
         self.spending = cost.find_spending(algorithm, task, options)
         if options.output == "random":
             raise UserError("output='random' was given; a run of sites knows 'last', 'average' and 'best'.")
         self._answered: set[tuple[int, str, bool, int]] = set()  # questions, by site: it has compiled them
         self._longest = 0.0  # seconds
-        # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
         if masks is not None:
             self.server.check_masked(len(roll.names))
+            if len(self.weights) < FEWEST:
+                raise UserError(
+                    f"{len(self.weights)} of the sites weigh something in {leg['method']}, and a sum of so few gives "
+                    f"them away to each other: secure aggregation takes {FEWEST}."
+                )
         self.fewest = 1 if masks is None else FEWEST  # sites that a sum takes
+        # A second sum over fewer sites, or a second answer with noise, would tell what the first one hides.
         self.once = masks is not None or any(transform.noisy for transform in list_transforms(options.uploads))
 
     # --- letters
@@ -431,7 +441,7 @@ class Coordinator:
     def _measure(self, round: int, position: Position) -> dict[str, np.ndarray]:
         """Metrics of a state, over the sites that are there."""
         while True:
-            there = {k: self.weights[k] for k in self.roll.present}
+            there = {k: self.weights[k] for k in self.roll.present if k in self.weights}
             if len(there) < self.fewest:
                 self.roll.gather(self.open_at, lambda: len(self.roll.present) >= self.fewest)
                 continue

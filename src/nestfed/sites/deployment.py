@@ -39,7 +39,7 @@ from nestfed.verbs import cost
 from nestfed.workbench.commands import find_fresh
 from nestfed.workbench.fields import read_settings
 from nestfed.workbench.request import Request
-from nestfed.workbench.results import add_gains, collect_cost, list_versions, make_history_frame
+from nestfed.workbench.results import add_gains, collect_cost, collect_privacy, list_versions, make_history_frame
 from nestfed.workbench.site_setup import Prepared, ServerSetup
 from nestfed.workbench.stages import FINISHED, StageTrace, Trace, Trials
 from nestfed.workbench.study import Stopped, Study
@@ -155,8 +155,13 @@ def _run_method(
     for number, (stage, algorithm) in enumerate(zip(scenario.method(method).stages, algorithms, strict=True)):
         task = prepared.task(method, number, trace.left)
         options = request.budget.options(request.budget.count_rounds(scenario, algorithm), scenario, trace)
+        remarks: tuple[str, ...] = ()
         if options.select is not None:  # what is recorded without gathering rows may not have it
             options = dataclasses.replace(options, output="last", select=None)
+            remarks = (
+                f"{scenario.method(method).title}: the last model counts. `nestfed run` chooses the best one by scores "
+                "of validation rows, which sites give away to nobody.",
+            )
         leg = Leg(method=method, seed=run.seed, stage=number, changes=json.loads(json.dumps(changes)))
         file = out / "checkpoints" / f"{leg.name}.run"
         masks = MaskedSums() if run.masked else None
@@ -167,7 +172,9 @@ def _run_method(
         result = central.train(progress, title)
         price = cost.measure(algorithm, central.task, options)
         left = prepared.leave(task, result.output)
-        trace = trace.extend(_trace_stage(stage.name, options, result, price, task), left, FINISHED, {})
+        done = _trace_stage(stage.name, options, result, price, task)
+        done = dataclasses.replace(done, notes=(*done.notes, *remarks))
+        trace = trace.extend(done, left, FINISHED, {})
         earlier += [np.asarray(a) for a in jax.tree.leaves(result.output)]
         final = {name: float(value) for name, value in result.final.items() if np.ndim(value) == 0}
     return trace, final
@@ -203,7 +210,8 @@ def _make_record(
     headline = [metric for metric in scenario.headline if metric.name in final]
     if not headline:
         recorded = [name for name in final.columns if name not in ("method", "seed", "status", "above_start")]
-        headline = [Metric(name, name.replace("_", " "), "lower") for name in recorded[:3]]
+        better = lambda name: "higher" if "accuracy" in name else "lower"
+        headline = [Metric(name, name.replace("_", " "), better(name)) for name in recorded[:3]]
     methods = request.methods
     empty = lambda *columns: pd.DataFrame(columns=pd.Index(columns))
     notes = [note for trace in trials.traces for stage in trace.stages for note in stage.notes]
@@ -229,6 +237,7 @@ def _make_record(
                 f"{roll.sent / 1e6:.1f} MB and received {roll.received / 1e6:.1f} MB since it was started.",
                 *dict.fromkeys(notes),
             ],
+            **collect_privacy(trials.traces),
         },
         history=pd.concat([make_history_frame(trials, trace) for trace in trials.traces], ignore_index=True),
         final=final,

@@ -21,7 +21,7 @@ from nestfed.engine import rounds
 from nestfed.engine.contract import check_contract, check_match
 from nestfed.engine.options import Options
 from nestfed.engine.planning import make_inputs, make_plan
-from nestfed.engine.rounds import Run
+from nestfed.engine.rounds import Plan, Run
 from nestfed.engine.steps import Call, make_client, make_draws, make_only_participant
 from nestfed.uploads.transforms import Transform
 from nestfed.verbs.cost import measure
@@ -59,11 +59,19 @@ def check_algorithm(algorithm: Algorithm, task: Task) -> list[str]:
 
 
 def _run(
-    algorithm: Algorithm, task: Task, seed: int = 0, *, begin: Task | None = None, pieces: Sequence[int] = (ROUNDS,)
+    algorithm: Algorithm,
+    task: Task,
+    seed: int = 0,
+    *,
+    plan: Plan | None = None,
+    begin: Task | None = None,
+    pieces: Sequence[int] = (ROUNDS,),
 ) -> tuple[Run, dict[str, np.ndarray]]:
-    """(the run after these pieces of it, what its steps noted); it starts from the task `begin`, or from this one."""
+    """(the run after these pieces of it, what its steps noted); it starts from the task `begin`, or from this one, and
+    its plan is the one given, or that of this task."""
     options = _choose_options(task)
-    plan, inputs = make_plan(algorithm, task, options), make_inputs(algorithm, task, seed, options)
+    plan = make_plan(algorithm, task, options) if plan is None else plan
+    inputs = make_inputs(algorithm, task, seed, options)
     run = rounds.start(inputs if begin is None else inputs._replace(task=begin), plan)
     noted, first = [], 0
     for length in pieces:
@@ -173,9 +181,11 @@ def _check_an_absent_client_does_not_spread_its_values(algorithm: Algorithm, tas
     present[0] = 0.0
     quiet = dataclasses.replace(task, weights=present)
     spoilt = dataclasses.replace(quiet, data=_spoil(task))
-    without = _run(algorithm, quiet)
+    # Cohorts are drawn as for the task itself: the client without weight is asked like the others.
+    plan = make_plan(algorithm, task, _choose_options(task))
+    without = _run(algorithm, quiet, plan=plan)
     # The start is everybody's: only rounds are compared, from one and the same start.
-    spoiled = _run(algorithm, spoilt, begin=quiet)
+    spoiled = _run(algorithm, spoilt, plan=plan, begin=quiet)
     if int(spoiled[0].diverged) >= 0:
         raise NonConforming("a NaN of a client of weight zero stopped the run; only means may carry its values")
     _check_same(

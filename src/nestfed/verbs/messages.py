@@ -35,8 +35,8 @@ from nestfed.core.rows import Rows
 from nestfed.core.scaled import LOWEST, Scaled, is_scaled
 from nestfed.core.settings import UserError
 from nestfed.core.task import Task
-from nestfed.core.types import Array, Seed
-from nestfed.engine.cohorts import find_chances
+from nestfed.core.types import Array, ArrayLike, Seed
+from nestfed.engine.cohorts import Participant, find_chances
 from nestfed.engine.contract import check_match
 from nestfed.engine.options import Changes, Options, make_key, make_options
 from nestfed.engine.planning import make_inputs, make_plan
@@ -98,6 +98,7 @@ class Lost(NamedTuple):
     reason: str
 
 
+Answers = tuple[Any, list[Array] | None]  # of a gather: (what all get, or what each client gets)
 Answer = Leaves | Lost | None  # None: the client needs no answer any more
 Send = Callable[[Mapping[int, Ticket]], Iterable[tuple[int, Answer]]]
 
@@ -225,7 +226,9 @@ def outline_round(
     structures = []
     last: tuple[int, Any, list[Any]] | None = None  # the step of the last question, its state, the answers before it
 
-    def attempt(index, server, state, known, on_ask=lambda ask, call, place: None):
+    def attempt(
+        index: int, server: Any, state: Any, known: Sequence[Any], on_ask: Callable = lambda ask, call, place: None
+    ) -> Any:
         call = Call(key, jnp.asarray(round), server, jnp.ones(()), uploads, draw_fresh_key() if uploads else None)
         place = make_only_participant()
         try:
@@ -240,7 +243,7 @@ def outline_round(
         while True:
             asked: list[tuple[bool, Any, Any]] = []
 
-            def read(ask, call, place, asked=asked, step=step):
+            def read(ask: Ask, call: Call, place: Participant, asked: list = asked, step: Step = step) -> None:
                 answer = lambda: _shape_answer(ask, call, step, clients)
                 asked.append((ask.reply is not None, jax.tree.structure(ask.tree), jax.eval_shape(answer)))
 
@@ -258,7 +261,7 @@ def outline_round(
     if questions[-1].gathers:  # a client does not know what shape an answer would have that it does not get
         return Outline(tuple(questions), tuple(structures), True)
 
-    def finish(answer, server, state, known):
+    def finish(answer: Any, server: Any, state: Any, known: Sequence[Any]) -> tuple[Any, Notes]:
         index, notes = last[0], {}
         for number in range(index, len(steps)):
             out: Any = attempt(number, server, state, [*known, answer] if number == index else [])
@@ -279,7 +282,9 @@ def _shape_answer(ask: Ask, call: Call, step: Step, clients: int) -> list[Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("step",))
-def _attempt(algorithm: Algorithm, task: Task, step: Step, index, state, call: Call, answers):
+def _attempt(
+    algorithm: Algorithm, task: Task, step: Step, index: ArrayLike, state: Any, call: Call, answers: Sequence[Any]
+) -> dict[str, Any]:
     """Run one step of the task's only client as far as the known answers allow: {"ask": leaves}, or {"done": State,
     "notes": what it noted}. `step` is static and has no index: that is a number."""
     client = make_client(task, make_only_participant(jnp.asarray(task.data.ids)[0]), call)
@@ -303,7 +308,7 @@ def read_leaves(like: Any, leaves: Sequence[np.ndarray]) -> Any:
     if [(a.shape, a.dtype) for a in leaves] != expected:
         raise ProtocolError(
             f"arrays of {[(a.shape, a.dtype.name) for a in leaves]} came where {[(s, d.name) for s, d in expected]} "
-            "were expected: the parties have other settings."
+            "were expected: they were made with other settings, or in another precision."
         )
     return jax.tree.unflatten(jax.tree.structure(like), list(leaves))
 
@@ -610,7 +615,9 @@ class Node:
 
 
 @functools.partial(jax.jit, static_argnames=("gathers",))
-def _inspect(task: Task, server, client, key: Array, round, answers, gathers: bool):
+def _inspect(
+    task: Task, server: Any, client: Any, key: Array, round: ArrayLike, answers: Sequence[Any], gathers: bool
+) -> dict[str, Any]:
     """Run the metrics of the task's only client as far as the known answers allow: {"ask": leaves}, {"refused"} where
     that asks for clients' values and may not, or {"done": metrics}."""
     try:
@@ -1002,7 +1009,7 @@ class Server:
         """The next question of the metrics."""
         asked: list[Question] = []
 
-        def run(answers):
+        def run(answers: Sequence[Any]) -> Any:
             try:
                 arguments = self.task, call.server, self._hidden, self.key, call.round, 0, answers
                 return _run_metrics(*arguments, self.gathers)
@@ -1069,10 +1076,10 @@ def _add(total: Any, item: Any, weight: float) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("number",))
-def _settle(sums, whole, largest, call: Call, index, number: int):
+def _settle(sums: Any, whole: Array, largest: Array, call: Call, index: ArrayLike, number: int) -> list[Array]:
     """From sums to what the server answers."""
 
-    def divide(sum):
+    def divide(sum: Any) -> Any:
         if is_scaled(sum):
             return Scaled(sum.shift, divide(sum.value)).normal()
         return sum / jnp.asarray(whole, sum.dtype)
@@ -1083,7 +1090,18 @@ def _settle(sums, whole, largest, call: Call, index, number: int):
 
 
 @functools.partial(jax.jit, static_argnames=("step",))
-def _answer_gather(algorithm, task, step: Step, index, state, call, known, values, ids, weights):
+def _answer_gather(
+    algorithm: Algorithm,
+    task: Task,
+    step: Step,
+    index: ArrayLike,
+    state: Any,
+    call: Call,
+    known: Sequence[Any],
+    values: Leaves,
+    ids: Array,
+    weights: Array,
+) -> Answers:
     """(common answer, one answer per client or None) to the gather that this step asks for next."""
     client = make_client(task, make_only_participant(), call)
     try:
@@ -1094,7 +1112,18 @@ def _answer_gather(algorithm, task, step: Step, index, state, call, known, value
 
 
 @functools.partial(jax.jit, static_argnames=("gathers",))
-def _answer_metrics(task, server, client, key, round, known, values, ids, weights, gathers: bool):
+def _answer_metrics(
+    task: Task,
+    server: Any,
+    client: Any,
+    key: Array,
+    round: ArrayLike,
+    known: Sequence[Any],
+    values: Leaves,
+    ids: Array,
+    weights: Array,
+    gathers: bool,
+) -> Answers:
     try:
         _run_metrics(task, server, client, key, round, 0, known, gathers)
     except Ask as ask:
@@ -1102,7 +1131,7 @@ def _answer_metrics(task, server, client, key, round, known, values, ids, weight
     raise AssertionError("metrics were asked for a question that they do not have")
 
 
-def _answer_ask(ask: Ask, values, ids, weights, key):
+def _answer_ask(ask: Ask, values: Leaves, ids: Array, weights: Array, key: Array) -> Answers:
     reply, tree = ask.reply, jax.tree.unflatten(jax.tree.structure(ask.tree), values)
     if reply is None or reply is reply_with_all:
         return values, None
@@ -1119,12 +1148,16 @@ def _answer_ask(ask: Ask, values, ids, weights, key):
 
 
 @functools.partial(jax.jit, static_argnames=("gathers",))
-def _finish_metrics(task, server, client, key, round, answers, gathers: bool):
+def _finish_metrics(
+    task: Task, server: Any, client: Any, key: Array, round: ArrayLike, answers: Sequence[Any], gathers: bool
+) -> Any:
     return _run_metrics(task, server, client, key, round, 0, answers, gathers)
 
 
 @functools.partial(jax.jit, static_argnames=("steps",))
-def _replay_round(algorithm, task, steps: tuple[Step, ...], server, client, call, log):
+def _replay_round(
+    algorithm: Algorithm, task: Task, steps: tuple[Step, ...], server: Any, client: Any, call: Call, log: Any
+) -> Any:
     """The Shared fields after a round, from the answers alone. XLA drops the gradients: nobody asks for them."""
     state = None if server is None else algorithm.begin(server, client)
     for step, answers in zip(steps, log, strict=True):

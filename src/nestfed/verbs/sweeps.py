@@ -259,12 +259,13 @@ class _TaskBatch:
         pools = {id(t.data.columns): t.data.columns for t in tasks}
         sizes = [jax.tree.leaves(pool)[0].shape[0] if jax.tree.leaves(pool) else 0 for pool in pools.values()]
         starts = dict(zip(pools, np.cumsum(sizes) - sizes, strict=True))
-        shift = lambda t: dataclasses.replace(
-            _remove_columns(t),
-            data=dataclasses.replace(
-                t.data, columns=None, offsets=np.asarray(t.data.offsets + starts[id(t.data.columns)], np.int32)
-            ),
-        )
+
+        def shift(task: Task) -> Task:
+            offsets = np.asarray(task.data.offsets + starts[id(task.data.columns)], np.int32)
+            return dataclasses.replace(
+                _remove_columns(task), data=dataclasses.replace(task.data, columns=None, offsets=offsets)
+            )
+
         return cls(
             columns=jax.tree.map(lambda *parts: np.concatenate(parts), *pools.values()),
             tasks=jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(shift, tasks)),
@@ -314,7 +315,7 @@ class _Stack(NamedTuple):
     def each(self, function: Callable[..., Any], *own: Any) -> Any:
         """function(inputs, *own) for every setting and seed; `own` has leaves [settings, seeds, ...]."""
 
-        def one(pair, task, key, noise, *own):
+        def one(pair: tuple[Algorithm, Any], task: Task, key: Array, noise: Array, *own: Any) -> Any:
             algorithm, problem = pair
             task = self.batch.complete(task, problem)
             return function(Inputs(algorithm, task, key, noise, self.dropout, self.uploads), *own)
@@ -331,7 +332,7 @@ def _map_along(length: int, function: Callable, axes: tuple[int | None, ...]) ->
     if length > 1:
         return jax.vmap(function, axes)
 
-    def alone(*arguments):
+    def alone(*arguments: Any) -> Any:
         own = [a if axis is None else jax.tree.map(lambda v: v[0], a) for a, axis in zip(arguments, axes, strict=True)]
         return jax.tree.map(lambda v: v[None], function(*own))
 

@@ -364,15 +364,12 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
     ]
     if len(set(sum((list(label.values()) for label in labels), []))) != counted.total():
         raise UserError("two of the folders have the same name and the same methods; rename one.")
-    renamed = lambda table: pd.concat(
-        [
-            getattr(r, table).assign(method=getattr(r, table).method.map(n))
-            for r, n in zip(records, labels, strict=True)
-            if "method" in getattr(r, table)
-        ]
-        or [pd.DataFrame()],
-        ignore_index=True,
-    )
+
+    def join(table: str) -> pd.DataFrame:
+        found = [(getattr(record, table), label) for record, label in zip(records, labels, strict=True)]
+        named = [own.assign(method=own.method.map(label)) for own, label in found if "method" in own]
+        return pd.concat(named or [pd.DataFrame()], ignore_index=True)
+
     titles = {
         label[m]: record.title(m) if counted[m] == 1 else f"{record.title(m)} ({name})"
         for name, record, label in zip(names, records, labels, strict=True)
@@ -405,13 +402,13 @@ def compare(folders: Sequence[str | Path], *, out: str | Path | None = None) -> 
             "notes": list(dict.fromkeys(notes)),
         }
         | apart,
-        history=renamed("history"),
-        final=renamed("final"),
-        slices=renamed("slices"),
+        history=join("history"),
+        final=join("final"),
+        slices=join("slices"),
         holdings=records[0].holdings,
         cost={n[m]: r.cost[m] for r, n in zip(records, labels, strict=True) for m in r.methods},
-        lines=renamed("lines"),
-        candidates=renamed("candidates"),
+        lines=join("lines"),
+        candidates=join("candidates"),
     )
     record = add_gains(record)
     record.save(folder)

@@ -77,7 +77,7 @@ def make_record(
                 *scenario.list_notes(trials.first),
             ],
         }
-        | _collect_privacy(traces)
+        | collect_privacy(traces)
         | ({"tuned": tuned} if tuned else {}),
         history=pd.concat([make_history_frame(trials, trace) for trace in traces], ignore_index=True),
         final=pd.DataFrame(finals),
@@ -114,7 +114,7 @@ def _describe_stages(trials: Trials[Any]) -> list[str]:
     return [trials.scenario.method(method).title + note for method, notes in said.items() for note in notes]
 
 
-def _collect_privacy(traces: Sequence[Trace]) -> dict[str, Any]:
+def collect_privacy(traces: Sequence[Trace]) -> dict[str, Any]:
     """What every method has spent, by its last stage: stages count what was spent before them."""
     spent = {
         trace.method: stage.spending.summarise(stage.rounds_spent)

@@ -83,9 +83,9 @@ class Scenario(abc.ABC, Generic[Setup]):
     def name(self) -> str:
         return self.options.name
 
-    def change(self, **options: Any) -> Self:
+    def change(self, **changes: Any) -> Self:
         """The same scenario with other options."""
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
 
     def on_table(self, table: Table) -> Self:
         """The same scenario on rows in memory."""

@@ -1,7 +1,7 @@
 """Invariant logistic regression: from the cells to the page, and what is known exactly."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from scipy.optimize import minimize
 
 from nestfed.experiments.cells import Cell
-from nestfed.experiments.claims import Claim, above, below, compare, within
+from nestfed.experiments.claims import Case, Claim, above, below, compare, within
 from nestfed.experiments.frame import Experiment, Page
 from nestfed.experiments.invariant.plan import (
     CHOSEN_BY,
@@ -166,13 +166,15 @@ def check_claims(trainings: Trainings) -> list[Claim]:
     }
     end = lambda method, noise: trainings.final(method, noise, many, "test_accuracy")
     alike = {f"noise {noise:g}": compare(end("fcsg-m", noise), end("fcsg", noise)) for noise in plan.noises}
-    between = lambda spread, method: {
-        f"m = {views}, noise {noise:g}": compare(
-            *(spread(trainings.part(one, noise, views)) for one in (method, "fcsg"))
-        )
-        for views in plan.views[:-1]
-        for noise in plan.noises
-    }
+
+    def between(spread: Callable[[Cell], pd.Series], method: str) -> dict[str, Case]:
+        of = lambda one, noise, views: spread(trainings.part(one, noise, views))
+        return {
+            f"m = {views}, noise {noise:g}": compare(of(method, noise, views), of("fcsg", noise, views))
+            for views in plan.views[:-1]
+            for noise in plan.noises
+        }
+
     rounds, seeds = between(measure_spread_over_rounds, "fcsg-m"), between(measure_spread_over_seeds, "fcsg-m")
     accelerated = between(measure_spread_over_rounds, "acc-fcsg-m")
     gains = {

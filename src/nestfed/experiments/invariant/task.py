@@ -30,7 +30,7 @@ from nestfed.core.randomness import draw_words
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError, setting, struct
 from nestfed.core.task import Task
-from nestfed.core.types import Array
+from nestfed.core.types import Array, ArrayLike
 from nestfed.problems import Conditional
 
 GRID = np.linspace(-9.0, 9.0, 513)  # standard deviations; exact to 1e-8 up to deviations of about 20
@@ -73,7 +73,7 @@ class InvariantLogistic(Conditional):
         """What the estimates of methods average to, exactly: F with the noise that the mean of the views has left."""
         return self._expected(x, center, self.noise**2 / self.inner_samples)
 
-    def _expected(self, x, center, noise_variance):
+    def _expected(self, x: Array, center: Array, noise_variance: ArrayLike) -> Array:
         mean, deviation = center @ x, jnp.sqrt((self.spread**2 + noise_variance) * (x @ x))
         length = jnp.sqrt(self.truth @ self.truth)
         place = center @ self.truth / (self.spread * length)

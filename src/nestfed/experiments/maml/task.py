@@ -14,7 +14,7 @@ from jax import lax
 from nestfed.core.randomness import draw_words, fold
 from nestfed.core.rows import Rows
 from nestfed.core.settings import UserError, setting, static, struct
-from nestfed.core.types import Array
+from nestfed.core.types import Array, PyTree
 from nestfed.experiments.maml.data import SIDE, FederatedCharacters
 from nestfed.models import CNN, Convolution, ImageModel, Perceptron
 from nestfed.problems.maml import MAML, MetaTask
@@ -51,7 +51,7 @@ class SineWaves(MAML):
     def sample_support(self, source, key):
         return self._draw_points(source, key, self.shots)
 
-    def _draw_points(self, wave, key, count):
+    def _draw_points(self, wave: tuple[Array, Array], key: Array, count: int) -> tuple[Array, Array]:
         amplitude, phase = wave
         x = jax.random.uniform(key, (count,), minval=INPUTS[0], maxval=INPUTS[1])
         return x, amplitude * jnp.sin(x - phase)
@@ -142,7 +142,7 @@ class Characters(MAML):
             )
         super().check(task)
 
-    def logits(self, params, rows):
+    def logits(self, params: PyTree, rows: dict[str, Array]) -> Array:
         return self.model(params, rows["image"].astype(jnp.float32) / 255)
 
     def loss(self, params, rows, key):
