@@ -89,5 +89,5 @@ def test_algorithms_equal_their_simulations(federation):
     for stranger in federation.strangers:
         stranger.stop()
     with run_workers(federation.folder, {name: federation.folder / name for name in SITES}):
-        for name in ("fedavg", "scaffold", "feddro"):
+        for name in ("fedavg", "scaffold", "fedreco"):
             check_equal_to_simulation(federation.link, SITES, name, federation.folder / f"{name}.run", rounds=1)

@@ -30,7 +30,7 @@ PORTS = {"flare": 8002, "flower": 8000}  # the ones that the frameworks' documen
 DEPLOYMENT, KIT = "deployment.toml", "nestfed.toml"
 OURS = ("server", "coordinator")  # folders of a deployment that are no site's
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # FLARE's rule for sites
-USER = "coordinator@nestfed.org"  # as whom the coordinator logs in at FLARE's server: a name, no address
+USER = "coordinator@example.org"  # as whom the coordinator logs in at FLARE's server: a name, no address
 DAYS = 360  # that certificates are valid: FLARE's default
 
 # The classes that FLARE may load for a job. A job is a configuration that names classes; code in a job is refused
