@@ -61,10 +61,5 @@ def test_every_algorithm_has_the_numbers_of_one_process_in_two(tmp_path):
 
 
 @pytest.mark.slow
-def test_whatever_a_run_has_is_the_same_on_three_devices(tmp_path):
-    check(tmp_path, [launch(tmp_path, *THOROUGH, XLA_FLAGS=f"{DEVICES}3")], *THOROUGH)
-
-
-@pytest.mark.slow
 def test_whatever_a_run_has_is_the_same_in_three_processes(tmp_path):
     check(tmp_path, launch_processes(tmp_path, 3, *THOROUGH), *THOROUGH)

@@ -5,6 +5,7 @@ it, so that the numbers are those of a simulation in which it dropped out. It is
 succeeds. Where the repetition of a round would give something away (noise, masks), the round does not count instead.
 """
 
+import contextlib
 import dataclasses
 import functools
 import secrets
@@ -352,6 +353,8 @@ class Coordinator:
         if books is None:
             books = self._start()
         else:
+            with contextlib.suppress(Unanswered):  # all are waited for once: who is only slow to start misses no round
+                self.roll.gather(self.open_at, lambda: not self.roll.absent)
             self.roll.gather(self.open_at, lambda: len(self.roll.present) >= self.fewest)
         self._evaluate_if_due(books)
         check_select(self.options.select, books.history.find_latest())

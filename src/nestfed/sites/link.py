@@ -143,6 +143,8 @@ def ask_each(ask: Callable[[str, bytes], bytes], letters: Mapping[str, bytes], t
     def carry(site: str, letter: bytes) -> None:
         try:
             answers.put((site, ask(site, letter)))
+        except TimeoutError:  # whose own words depend on where the time was spent
+            answers.put((site, LostSite("no answer in time")))
         except OSError as error:
             answers.put((site, LostSite(str(error) or type(error).__name__)))
 
