@@ -143,7 +143,9 @@ class Group:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        places = [{JOIN: f"{address},{number},{own}"} for own in range(number)] if number > 1 else [{}]
+        threads = str(max(1, (os.cpu_count() or 1) // number))  # each its share, as `nestfed run --processes` does
+        places = [{JOIN: f"{address},{number},{own}", "PJRT_NPROC": threads} for own in range(number)]
+        places = places if number > 1 else [{}]
         self.members = [Process("--serve", **place) for place in places]
 
     def ask(self, what: str, rounds: int = 0) -> list[dict[str, float]]:

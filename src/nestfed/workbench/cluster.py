@@ -16,13 +16,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 from nestfed.core.settings import UserError
 from nestfed.workbench.task_options import ClusterOptions
 
 JOIN, SCREEN = "NESTFED_JOIN", "NESTFED_SCREEN"  # how a member is told where it belongs, and where it may write
+THREADS = "PJRT_NPROC"  # where XLA on a CPU reads how many threads it may have
 FOUND = "found"  # by JAX, where srun or mpirun has started us
 LAUNCHERS = {  # the numbers of processes and their own number, as launchers say them
     "srun": ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST"),
@@ -63,7 +64,9 @@ def lead(options: ClusterOptions) -> int | None:
         screen = os.dup(1), os.dup(2)
         for one in screen:
             stack.callback(os.close, one)
-        members = [_start(number, place, screen, stack) for number, place in places]
+        # As many threads as cores in every process of a machine would stand in each other's way: each has its share.
+        share = {} if len(places) == 1 else {THREADS: str(max(1, (os.cpu_count() or 1) // len(places)))}
+        members = [_start(number, place, share, screen, stack) for number, place in places]
         with _pass_signals_to(members):
             return _watch(members)
 
@@ -95,11 +98,13 @@ def _find_places(options: ClusterOptions) -> list[tuple[int, str]] | None:
     return None
 
 
-def _start(number: int, place: str, screen: tuple[int, int], stack: contextlib.ExitStack) -> Member:
+def _start(
+    number: int, place: str, share: Mapping[str, str], screen: tuple[int, int], stack: contextlib.ExitStack
+) -> Member:
     log = stack.enter_context(tempfile.TemporaryFile())
     child = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *sys.argv[1:]],
-        env=os.environ | {JOIN: f"{number},{place}", SCREEN: f"{screen[0]},{screen[1]}"},
+        env={**share, **os.environ} | {JOIN: f"{number},{place}", SCREEN: f"{screen[0]},{screen[1]}"},
         stdin=subprocess.PIPE,  # nothing is written to it: it ends when this process does
         stdout=log,
         stderr=log,
