@@ -139,3 +139,13 @@ def list_marked(tmp_path):
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 found.append(process.name)
     return [name for name in found if int(name) != os.getpid()]
+
+
+def test_masks_of_two_sites_are_refused_before_anything_starts(tmp_path):
+    settings = {"task": "fairness", "algorithm": ["fedavg"], "rounds": 1}
+    said: list[str] = []
+    with pytest.raises(UserError, match="with 2 sites; a sum of two gives each away"):
+        run_local(
+            settings, sites=2, engine="direct", masked=True, out=tmp_path / "sites", progress=False, say=said.append
+        )
+    assert said == []

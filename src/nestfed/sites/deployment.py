@@ -31,7 +31,7 @@ from nestfed.sites.coordinator import ANSWER, Coordinator, LegResult, Roll, Run,
 from nestfed.sites.engines import choose_engine, open_link, open_local
 from nestfed.sites.kits import read_deployment
 from nestfed.sites.link import Link
-from nestfed.sites.masks import MaskedSums, make_mask_key
+from nestfed.sites.masks import MaskedSums, check_number, make_mask_key
 from nestfed.sites.problem import write_schema
 from nestfed.sites.wire import Letter, pack, unpack
 from nestfed.sites.worker import Leg, keep_file
@@ -67,6 +67,8 @@ def run_sites(
     asked = {name: value for name, value in settings.items() if name not in OF_A_SITE}
     request = Request.of({**asked, "tune": False})
     _check_request(request)
+    if masked:
+        check_number(len(names))
     said = json.loads(json.dumps({name: v for name, v in request.settings().items() if name not in OF_A_SITE}))
     _claim_folder(out, said, resume)
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
@@ -272,6 +274,8 @@ def run_local(
     with tempfile.TemporaryDirectory(prefix="nestfed-") as folder, _say_how_to_go_on(f"{command} --out {where}"):
         work = Path(folder)
         files, schema = _deal_rows(request, sites, work)
+        if masked:
+            check_number(len(files))
         say(f"{len(files)} sites on this machine, letters carried by {chosen}")
         with open_local(chosen, work / "kits", files, where / "sites", say) as link:
             if masked:

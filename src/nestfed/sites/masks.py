@@ -33,17 +33,22 @@ PREPARING = -2  # the round of exchanges before the first one
 KEY_FILE, LIST_FILE = "mask.key", "masks.toml"
 
 
+def check_number(sites: int) -> None:
+    """Refuse masks where a sum would tell of one site."""
+    if sites < FEWEST:
+        raise UserError(
+            f"secure aggregation was asked for with {sites} sites; a sum of two gives each away to the other: it takes "
+            f"{FEWEST} sites or more."
+        )
+
+
 class SiteMask:
     """A site's side: what it sends in place of its weighted numbers."""
 
     def __init__(self, own: int, private: X25519PrivateKey, publics: Mapping[int, bytes], run: str):
         """`publics` are the public keys of all sites by their numbers, this one's (`own`) among them; `run` names the
         run, and no two runs have the same name."""
-        if len(publics) < FEWEST:
-            raise UserError(
-                f"secure aggregation was asked for with {len(publics)} sites; a sum of two gives each away to the "
-                f"other: it takes {FEWEST} sites or more."
-            )
+        check_number(len(publics))
         if publics.get(own) != private.public_key().public_bytes_raw():
             raise UserError(
                 f"the list of public keys has another key for site {own + 1} than the one that this site holds; put "

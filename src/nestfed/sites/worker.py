@@ -9,7 +9,6 @@ sends are the sums before a run, the questions of an algorithm's exchanges, and 
 import argparse
 import contextlib
 import json
-import os
 import re
 import secrets
 import socket
@@ -30,6 +29,7 @@ from nestfed.core.task import Task
 from nestfed.sites.link import listen_at, receive_bytes, send_bytes
 from nestfed.sites.masks import LIST_FILE, PREPARING, SiteMask
 from nestfed.sites.wire import VERSION, Letter, WireError, pack, unpack
+from nestfed.verbs.checkpoints import write_durably
 from nestfed.verbs.messages import Leaves, Node, Occasion, Standing, Ticket, read_leaves
 
 PATIENCE = 600.0  # seconds for a letter to come in or to go out whole
@@ -89,20 +89,11 @@ def check_name(name: str) -> str:
 
 def keep_file(path: Path, content: bytes) -> None:
     """Written beside, flushed to the disk, renamed: a kill, or a full disk, leaves the old file."""
-    neighbour = path.with_name(f".{path.name}.part")
     try:
-        with neighbour.open("wb") as file:
-            os.chmod(neighbour, 0o600)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(neighbour, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        write_durably(path, content, mode=0o600)
     except OSError as error:
         with contextlib.suppress(OSError):
-            neighbour.unlink()
+            path.with_name(f".{path.name}.part").unlink()
         raise Refused(
             f"{path} cannot be written ({error.strerror}); make room on that disk: what it held before is still there."
         ) from error

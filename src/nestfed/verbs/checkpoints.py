@@ -78,7 +78,7 @@ def _strip_addresses(text: str) -> str:
 
 
 def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, np.ndarray]) -> None:
-    """Write to a neighbour file, flush it to the disk, then rename: a kill leaves the old file or the new one."""
+    """A kill leaves the old file or the new one."""
     arrays = {f"run/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(run))}
     arrays |= {f"history/{name}": np.asarray(column) for name, column in history.items()}
     about = {"format": FORMAT, "python": PYTHON, "identity": identity}
@@ -86,9 +86,16 @@ def save(path: Path, identity: dict[str, str], run: PyTree, history: dict[str, n
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, buffer.getbuffer())
+
+
+def write_durably(path: Path, content: bytes | memoryview, mode: int | None = None) -> None:
+    """Write a neighbour file, flush it to the disk, then rename: a kill leaves the old file or the new one."""
     neighbour = path.with_name(f".{path.name}.part")  # one name: what a killed run left is overwritten by the next save
     with neighbour.open("wb") as file:
-        file.write(buffer.getbuffer())
+        if mode is not None:
+            os.chmod(neighbour, mode)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(neighbour, path)
